@@ -1,0 +1,24 @@
+"""[checkpoint]: saving and resuming."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from miles.config.section import Section
+
+
+class CheckpointSection(Section):
+    save: str | None = None
+    """Where checkpoints go; default: checkpoints/ in the run folder."""
+    save_interval: int | None = Field(None, ge=1)
+    """Save after every so many rollouts, at epoch ends and after the last; default: never."""
+    load: str | None = None
+    """Checkpoint directory to resume from: the newest complete one in it."""
+    keep_checkpoints: int | None = Field(None, ge=1)
+    """Keep only the newest so many; default: all."""
+    save_hf: bool = False
+    """Export a Hugging Face checkpoint beside each saved one."""
+    save_trigger_sentinel: str | None = None
+    """A file whose appearance asks for a save at the end of the current rollout; removed once saved."""
+    save_on_signal: bool = True
+    """Save on SIGTERM and Ctrl-C, at the end of the current step."""
