@@ -1,7 +1,5 @@
 """[algorithm]: advantages, loss and corrections."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """[checkpoint]: saving and resuming."""
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from miles.config.section import Section

@@ -1,7 +1,5 @@
 """[data]: where prompts come from."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic import Field

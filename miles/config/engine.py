@@ -1,7 +1,5 @@
 """[engine]: the inference engines. Options of a real SGLang server pass through the table [sglang]."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

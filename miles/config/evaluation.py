@@ -1,7 +1,5 @@
 """[eval]: evaluation during a run."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

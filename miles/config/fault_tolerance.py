@@ -1,7 +1,5 @@
 """[fault_tolerance]: health probes, the API server, and the controller that heals through it."""
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from miles.config.section import Section

@@ -1,7 +1,5 @@
 """[model]: the model that is trained and served."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from miles.config.section import Section

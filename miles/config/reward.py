@@ -1,7 +1,5 @@
 """[reward]: how samples are scored."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

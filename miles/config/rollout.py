@@ -1,7 +1,5 @@
 """[rollout]: how prompts become scored samples, and how old they may be."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """[run]: the run as a whole and the processes it is made of."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

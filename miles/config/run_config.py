@@ -1,7 +1,5 @@
 """All settings of a run in one flat, typed, read-only object, which is at the same time each section's type."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic import ConfigDict, Field
@@ -58,7 +56,7 @@ class RunConfig(
 ):
     """Read-only, but for two fields that the functions the driver calls for it fill in once: num_rollout, start_rollout_id."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, validate_default=True)
 
     origins: dict[str, str] = Field(default_factory=dict, exclude=True)
     """Where each value that is not a default came from: "flag" or the file's name."""

@@ -1,6 +1,8 @@
-"""What every section of the settings is: typed, read-only, and documented by the docstring below each field."""
+"""What every section of the settings is: typed, read-only, and documented by the docstring below each field.
 
-from __future__ import annotations
+Start-up speed is why sections hold real annotations (no `from __future__ import annotations`: pydantic would compile each string),
+why their schema is built on first use, and why the docstrings are read from the source only when help is asked for.
+"""
 
 from pydantic import BaseModel, ConfigDict
 
@@ -8,4 +10,4 @@ from pydantic import BaseModel, ConfigDict
 class Section(BaseModel):
     """A table of the settings. All sections are bases of one flat `RunConfig`, so a room names the section that it needs."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, validate_default=True)

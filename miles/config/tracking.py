@@ -1,7 +1,5 @@
 """[tracking]: what a run tells, and where."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """[train]: the optimizer, batches and micro-batches."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

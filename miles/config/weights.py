@@ -1,7 +1,5 @@
 """[weights]: how new weights reach the engines, and how they are proved."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

@@ -1,0 +1,281 @@
+"""Rules that one field's type cannot hold: ranges of floats, combinations, arithmetic, and files that must be there."""
+
+import logging
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from miles.config.run_config import RunConfig
+from miles.config.schema import flag, settings
+
+logger = logging.getLogger(__name__)
+
+CORRECTIONS = ("use_rollout_logprobs", "use_tis", "keep_old_actor")
+
+
+class SettingsError(ValueError):
+    """All that is wrong with a command line and its files."""
+
+    def __init__(self, problems: list[str]) -> None:
+        self.problems = problems
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        super().__init__(f"{count} in the settings:\n" + "\n".join(f"  {problem}" for problem in problems))
+
+
+class Problem(NamedTuple):
+    """What is wrong, and the settings that it is about."""
+
+    settings: tuple[str, ...]
+    text: str
+
+
+def validate(args: RunConfig) -> list[str]:
+    """Everything wrong with these settings, each message with its flags; empty when nothing is."""
+    return [problem.text for problem in problems_of(args)]
+
+
+def problems_of(args: RunConfig) -> list[Problem]:
+    """As `validate`, each with the settings concerned."""
+    return [problem for rule in RULES for problem in rule(args)]
+
+
+def wrong(args: RunConfig, names: str, text: str) -> Problem:
+    """A problem that begins with the flags and values of the settings that it is about."""
+    fields = tuple(names.split())
+    return Problem(fields, ", ".join(f"{flag(name)}{_shown(args.__dict__[name])}" for name in fields) + f": {text}")
+
+
+def _shown(value: object) -> str:
+    return "" if value is None or value is True else " " + (str(value) if value != "" else "''")
+
+
+def ranges(args: RunConfig) -> Iterator[Problem]:
+    for name, setting in settings().items():
+        value = args.__dict__[name]
+        if setting.kind == "float" and value is not None and not math.isfinite(value):
+            yield wrong(args, name, "must be a finite number")
+    if args.temperature <= 0:
+        yield wrong(
+            args, "temperature", "must be greater than 0; greedy training has no gradient (greedy evaluation: --eval-temperature 0)"
+        )
+    if args.eval_temperature < 0:
+        yield wrong(args, "eval_temperature", "must be at least 0 (0 is greedy)")
+    for name in ("top_p", "eval_top_p"):
+        if not 0 < args.__dict__[name] <= 1 and math.isfinite(args.__dict__[name]):
+            yield wrong(args, name, "must be above 0 and at most 1")
+    if args.top_k < 0:
+        yield wrong(args, "top_k", "must be at least 0 (0 is off)")
+    if not 0 <= args.min_p < 1:
+        yield wrong(args, "min_p", "must be at least 0 and below 1")
+    if args.min_lr > args.lr and args.lr_schedule != "constant":
+        yield wrong(args, "min_lr lr", "the schedule may not end above its peak")
+    if "" in args.stop:
+        yield wrong(args, "stop", "an empty string would end every response at once")
+    if any(token < 0 for token in args.stop_token_ids):
+        yield wrong(args, "stop_token_ids", "token ids are not negative")
+    if not args.name or "/" in args.name or "\\" in args.name or args.name in (".", ".."):
+        yield wrong(args, "name", "must be the name of one folder")
+    if not -(2**63) <= args.seed < 2**63:
+        yield wrong(args, "seed", "must fit into 64 bits")
+
+
+def batches(args: RunConfig) -> Iterator[Problem]:
+    size = args.global_batch_size
+    if size is not None and args.samples_per_rollout % size:
+        product = f"--rollout-batch-size {args.rollout_batch_size} x --n-samples-per-prompt {args.n_samples_per_prompt}"
+        product += f" = {args.samples_per_rollout}"
+        if args.num_rollout is not None:
+            total = args.num_rollout * args.samples_per_rollout
+            product += f"; with --num-rollout {args.num_rollout}: {total} in the whole run"
+            product += f", {total} < {size}" if total < size else ""
+        names = ("global_batch_size", "rollout_batch_size", "n_samples_per_prompt")
+        yield Problem(names, f"--global-batch-size {size}: must divide the samples of one rollout, {product}")
+    if args.samples_per_step < args.num_trainers:
+        text = f"an optimizer step of {args.samples_per_step} samples leaves some of {args.num_trainers} ranks without any"
+        yield wrong(args, "num_trainers global_batch_size", text)
+    if args.num_rollout is None and args.num_epoch is None:
+        yield Problem(("num_rollout", "num_epoch"), "--num-rollout, --num-epoch: one of them must say how long the run is")
+    if args.advantage_estimator == "grpo" and args.n_samples_per_prompt == 1:
+        yield wrong(args, "n_samples_per_prompt advantage_estimator", "grpo compares siblings; with one of them nothing is learnt")
+    first = args.start_rollout_id
+    if first is not None and args.num_rollout is not None and first >= args.num_rollout:
+        yield wrong(args, "start_rollout_id num_rollout", "nothing to do: the first rollout lies behind the last")
+
+
+def lengths(args: RunConfig) -> Iterator[Problem]:
+    if args.advantage_estimator == "sft":
+        return
+    room = args.engine_max_context
+    for response, prefix in (("max_response_length", ""), ("eval_max_response_length", "in evaluation ")):
+        longest = args.__dict__[response]
+        if longest is None:
+            continue
+        if longest >= room:
+            yield wrong(args, f"{response} engine_max_context", f"{prefix}no room is left for a prompt")
+        elif args.max_prompt_length is not None and args.max_prompt_length + longest > room:
+            text = f"{prefix}{args.max_prompt_length} + {longest} = {args.max_prompt_length + longest} tokens do not fit into {room}"
+            yield wrong(args, f"max_prompt_length {response} engine_max_context", text)
+
+
+def algorithm(args: RunConfig) -> Iterator[Problem]:
+    if args.keep_old_actor and args.use_rollout_logprobs:
+        yield wrong(args, "keep_old_actor use_rollout_logprobs", "each sets the base of the policy ratio; choose one")
+    if args.kl_coef > 0 and not args.use_critic:
+        yield wrong(args, "kl_coef advantage_estimator", "a KL in the reward is ppo's; a KL in the loss is --kl-loss-coef")
+    if args.num_critic_only_steps > 0 and not args.use_critic:
+        yield wrong(args, "num_critic_only_steps advantage_estimator", "there is no critic; ppo has one")
+    if args.fully_async and args.pause_mode == "abort":
+        yield wrong(args, "fully_async pause_mode", "every publish would cut off what is in flight; use retract or in_place")
+    if args.fully_async and args.colocate:
+        yield wrong(args, "fully_async colocate", "on shared devices nothing can generate while the trainer works")
+    if args.reward == "remote" and not args.reward_url:
+        yield wrong(args, "reward", "needs --reward-url")
+
+
+def evaluation(args: RunConfig) -> Iterator[Problem]:
+    if args.eval_mode == "snapshot" and args.eval_function is None:
+        yield wrong(args, "eval_mode", "needs --eval-function, the dotted path of your evaluator")
+    if args.eval_mode == "shared" and args.eval_function is not None:
+        yield wrong(args, "eval_function", "is used with --eval-mode snapshot only")
+    if args.eval_interval is not None and args.eval_mode == "shared" and not args.eval_data:
+        yield Problem(("eval_interval", "eval_data"), f"--eval-interval {args.eval_interval}: needs --eval-data NAME=PATH")
+    for name, path in args.eval_data.items():
+        if not name or "/" in name:
+            yield Problem(
+                ("eval_data",), f"--eval-data {name}={path}: the set's name becomes part of eval/NAME/reward: no slash, not empty"
+            )
+        if not _there(path):
+            yield Problem(("eval_data",), f"--eval-data {name}={path}: no such file")
+
+
+def files(args: RunConfig) -> Iterator[Problem]:
+    if not args.prompt_data:
+        yield Problem(("prompt_data",), "--prompt-data: a file of training prompts is needed")
+    elif not _there(args.prompt_data):
+        yield wrong(args, "prompt_data", f"no such file (looked from {Path.cwd()})")
+    if not args.hf_checkpoint:
+        yield Problem(("hf_checkpoint",), "--hf-checkpoint: a model is needed; `miles get-model` makes a small one")
+    for name in ("hf_checkpoint", "ref_checkpoint", "critic_checkpoint"):
+        if args.__dict__[name] and (reason := _model_missing(args.__dict__[name])):
+            yield wrong(args, name, f"{reason}; `miles get-model` makes a small model")
+
+
+def _there(path: str) -> bool:
+    """Whether a data set can be there: a path that exists, or something with a scheme, which its reader judges."""
+    return Path(path).expanduser().exists() or bool(re.match(r"[a-z][a-z0-9_+.-]+:", path))
+
+
+def _model_missing(name: str) -> str | None:
+    """Why this cannot be a model: neither a directory, nor random:..., nor a name that the hub could know."""
+    path = Path(name).expanduser()
+    if name.startswith("random:"):
+        return None
+    if path.is_dir():
+        return None if (path / "config.json").exists() else "no config.json in that directory"
+    first, _, rest = name.partition("/")
+    like_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", name) and first not in (".", "..", "models") and not Path(first).is_dir()
+    if not like_hub:
+        return "no such directory"
+    if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0") and not _hub_cache(f"models--{first}--{rest}").is_dir():
+        return "not in the local hub cache, and HF_HUB_OFFLINE forbids to download it"
+    return None
+
+
+def _hub_cache(folder: str) -> Path:
+    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    return Path(os.environ.get("HF_HUB_CACHE", home / "hub")) / folder
+
+
+def resuming(args: RunConfig) -> Iterator[Problem]:
+    if args.load is None:
+        return
+    newest = newest_checkpoint(Path(args.load).expanduser())
+    if newest is None:
+        yield wrong(args, "load", "no complete checkpoint there (rollout_NNNNNN with COMPLETE in it)")
+    elif args.start_rollout_id is None and args.num_rollout is not None and newest + 1 >= args.num_rollout:
+        text = f"nothing to do: the checkpoint is at {newest + 1} of {args.num_rollout} rollouts; ask for more with --num-rollout"
+        yield wrong(args, "load num_rollout", text)
+
+
+def newest_checkpoint(folder: Path) -> int | None:
+    """Rollout id of the newest complete checkpoint in a folder of checkpoints, or of the one that the folder is."""
+    candidates: Iterable[Path] = [folder, *folder.glob("rollout_*")] if folder.is_dir() else []
+    found = [int(match[1]) for path in candidates if (match := re.fullmatch(r"rollout_(\d+)", path.name)) and (path / "COMPLETE").exists()]
+    return max(found, default=None)
+
+
+def processes(args: RunConfig) -> Iterator[Problem]:
+    if args.in_process and args.ray_address:
+        yield wrong(args, "in_process ray_address", "one process needs no cluster")
+    if args.mini_ft_controller and args.api_server_port == 0:
+        yield wrong(args, "mini_ft_controller", "works through the control API; give it an --api-server-port")
+    for name in ("gpus_per_engine", "gpus_per_trainer"):
+        if args.__dict__[name] > 1:
+            yield wrong(args, name, "must be at most 1: one worker computes on one GPU; raise their number instead")
+
+
+def warnings_of(args: RunConfig) -> list[str]:
+    """What is allowed and probably not meant."""
+    found = []
+    if args.offload_train and not args.use_critic and not args.colocate:
+        found.append("--offload-train: without a critic or --colocate nothing else wants the trainer's memory")
+    if args.save_hf and args.save_interval is None:
+        found.append("--save-hf: exports happen at saves, and --save-interval asks for none but those on demand")
+    if args.min_p > 0 or args.top_p < 1 or args.top_k > 0:
+        found.append("--top-p, --top-k, --min-p: log-probs stay those of the whole distribution, so truncated sampling biases the gradient")
+    if args.api_server_port and args.api_server_host not in ("127.0.0.1", "localhost", "::1"):
+        found.append(
+            f"--api-server-host {args.api_server_host}: the control API can be reached from outside; its token is all that guards it"
+        )
+    return found
+
+
+RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
+    ranges,
+    batches,
+    lengths,
+    algorithm,
+    evaluation,
+    files,
+    resuming,
+    processes,
+)
+
+
+def validate_async_off_policy_correction(args: RunConfig) -> None:
+    """Refuse an asynchronous run that treats stale samples as its own; called by the asynchronous driver.
+
+    Batch r + 1 is requested before the actor has trained on batch r. A ratio recomputed with the current actor starts at one
+    and clips around a policy that never wrote the data, whatever the estimator. So a correction must be chosen.
+    Warns when the one that is on reaches less far back than the data may.
+
+    Raises:
+        ValueError: names the three corrections.
+    """
+    if args.advantage_estimator == "sft":
+        return
+    lag = max_weight_lag(args)
+    if not any(args.__dict__[name] for name in CORRECTIONS):
+        raise ValueError(
+            f"--advantage-estimator {args.advantage_estimator}: asynchronous samples lag up to {lag} rollout(s) behind the weights they"
+            " train, and nothing corrects for it. Turn on one of --use-rollout-logprobs (the engines' log-probs are the base of the policy"
+            " ratio), --use-tis (truncated importance sampling), --keep-old-actor (the ratio's base is the last publish)"
+        )
+    if args.keep_old_actor and not args.use_tis and lag > 1:
+        logger.warning(
+            "--keep-old-actor corrects for samples of the last publish, but with %s they may be %d rollouts old; --use-tis or"
+            " --use-rollout-logprobs corrects for any lag",
+            f"--max-weight-staleness {args.max_weight_staleness}"
+            if args.fully_async
+            else f"--update-weights-interval {args.update_weights_interval}",
+            lag,
+        )
+
+
+def max_weight_lag(args: RunConfig) -> int:
+    """The most rollouts that a trained sample can lag behind: k in plain async with a publish every k rollouts."""
+    k = args.update_weights_interval
+    return k if not args.fully_async else max(1, args.max_weight_staleness) * k + k - 1

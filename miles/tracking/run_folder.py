@@ -1,0 +1,113 @@
+"""The folder of a run: made, moved aside, or continued.
+
+runs/NAME/
+    config.toml      the effective settings, with origins
+    metrics.jsonl    one object a line: rollout_id, step, time, metrics
+    ledger.jsonl     what became of every prompt group
+    timeline.json    what ran when (Chrome trace)
+    logs/ samples/ checkpoints/
+"""
+
+import json
+import logging
+import os
+import re
+import secrets
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from miles.config import toml
+from miles.config.run_config import RunConfig
+from miles.config.validate import newest_checkpoint
+from miles.tracking import ledger
+
+logger = logging.getLogger(__name__)
+
+
+def prepare(args: RunConfig) -> Path:
+    """Make the run's folder and write config.toml.
+
+    A folder of that name with anything in it is moved to NAME.1, NAME.2, ... unless the run resumes from a checkpoint inside it: then
+    lines about rollouts that will be done again leave metrics.jsonl, ledger.jsonl and samples/, so that no curve folds back.
+    """
+    folder = Path(args.run_dir)
+    if folder.is_dir() and any(folder.iterdir()):
+        if _resumes_inside(args, folder):
+            first = args.start_rollout_id
+            if first is None:
+                newest = newest_checkpoint(Path(str(args.load)).expanduser())
+                first = 0 if newest is None else newest + 1
+            cut(folder, first)
+        else:
+            _move_aside(folder)
+    for part in ("logs", "samples", "checkpoints"):
+        (folder / part).mkdir(parents=True, exist_ok=True)
+    (folder / "config.toml").write_text(toml.dump(args), encoding="utf-8")
+    return folder
+
+
+def _resumes_inside(args: RunConfig, folder: Path) -> bool:
+    return args.load is not None and Path(args.load).expanduser().resolve().is_relative_to(folder.resolve())
+
+
+def _move_aside(folder: Path) -> None:
+    taken = [int(match[1]) for path in folder.parent.glob(f"{folder.name}.*") if (match := re.fullmatch(r".*\.(\d+)", path.name))]
+    aside = folder.with_name(f"{folder.name}.{max(taken, default=0) + 1}")
+    folder.rename(aside)
+    logger.info("an earlier run of this name is now %s", aside)
+
+
+def cut(folder: Path, first: int) -> None:
+    """Take out what was recorded of rollouts from `first` on, evals at `first` and later included."""
+    trackers = Trackers.load(folder)
+    trackers.resumed_at = first
+    logged = [line["rollout_id"] for line in ledger.read(folder / "metrics.jsonl")]
+    trackers.sent_through = max([*logged, trackers.sent_through])
+    trackers.save()
+    cut_lines(folder / "metrics.jsonl", lambda line: line["rollout_id"] < first)
+    ledger.rewind(folder / "ledger.jsonl", first)
+    for path in (folder / "samples").glob("*"):
+        if (match := re.search(r"(\d+)", path.name)) and int(match[1]) >= first:
+            path.unlink()
+
+
+def cut_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    """Keep the JSON lines of a file that `keep` approves; a torn line, such as a killed process leaves last, goes."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            if keep(json.loads(line)):
+                kept.append(line + "\n")
+        except ValueError:
+            logger.warning("%s: a torn line is left out: %.60s", path, line)
+    temporary = path.with_suffix(".cut")
+    temporary.write_text("".join(kept), encoding="utf-8")
+    os.replace(temporary, path)
+
+
+@dataclass(slots=True)
+class Trackers:
+    """What trackers must know of a run across resumes; kept in trackers.json."""
+
+    path: Path
+    run_id: str
+    mlflow_run_id: str | None = None
+    sent_through: int = -1  # the last rollout that remote trackers have seen
+    resumed_at: int | None = None  # the first rollout of this process, when it resumed
+
+    @classmethod
+    def load(cls, folder: Path) -> "Trackers":
+        path = folder / "trackers.json"
+        if path.exists():
+            return cls(path, **json.loads(path.read_text(encoding="utf-8")))
+        trackers = cls(path, secrets.token_hex(4))
+        trackers.save()
+        return trackers
+
+    def save(self) -> None:
+        content = {name: value for name, value in asdict(self).items() if name != "path"}
+        self.path.write_text(json.dumps(content) + "\n", encoding="utf-8")

@@ -1,0 +1,169 @@
+"""What ran when: spans, their Chrome trace, and how well a step overlapped."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(slots=True)
+class Span:
+    """`worker` did `name` in [start, end), seconds of the wall clock (time.time()); end is None while it runs."""
+
+    worker: str
+    name: str
+    start: float
+    end: float | None = None
+    args: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        return (time.time() if self.end is None else self.end) - self.start
+
+
+class Timeline:
+    """The spans of a run. Spans named generate, train, publish, eval and save with a `rollout_id` give the perf/* of a step.
+
+    Every finished span is appended to the file at once, so a killed run leaves a trace too: an array without its end,
+    which trace viewers accept, as `read` does.
+    """
+
+    def __init__(self, path: str | Path | None = None, keep_rollouts: int = 16) -> None:
+        self.path = None if path is None else Path(path)
+        self._spans: list[Span] = []
+        self._running: dict[int, Span] = {}
+        self._lock = threading.Lock()
+        self._keep = keep_rollouts
+        self._workers: dict[str, int] = {}
+        self._first = True
+        self._file = None
+        if self.path is not None:
+            earlier = read(self.path)
+            self._file = open(self.path, "w", encoding="utf-8", buffering=1)  # noqa: SIM115 closed by close
+            self._file.write("[\n")
+            for event in earlier:
+                if event.get("name") == "thread_name":
+                    self._workers[event["args"]["name"]] = event["tid"]
+                self._write(event)
+
+    @contextmanager
+    def span(self, worker: str, name: str, **args: Any) -> Iterator[Span]:
+        """Measure a block; it counts as running, and shows in the live view, until it is left."""
+        span = Span(worker, name, time.time(), args=args)
+        with self._lock:
+            self._running[id(span)] = span
+        try:
+            yield span
+        finally:
+            span.end = time.time()
+            with self._lock:
+                self._running.pop(id(span), None)
+            self._note(span)
+
+    def add(self, worker: str, name: str, start: float, end: float, **args: Any) -> None:
+        """Note a span that was measured elsewhere, such as in a worker."""
+        self._note(Span(worker, name, start, end, args))
+
+    def running(self) -> list[Span]:
+        """Spans that have not ended, oldest first: what the run is waiting for."""
+        with self._lock:
+            return sorted(self._running.values(), key=lambda span: span.start)
+
+    def step_metrics(self, rollout_id: int) -> dict[str, float]:
+        """perf/* of one rollout's step, once its train and publish spans have ended; {} when it has no train span.
+
+        A step goes from the end of the last one (the first: from the start of its generation) to the end of its own training or
+        publish. overlap_efficiency = (max(generate, train) + publish) / (step without evals and saves that it waited for):
+        1 when nothing waits that could overlap.
+        """
+        with self._lock:
+            spans = list(self._spans)
+        mine = [span for span in spans if span.args.get("rollout_id") == rollout_id]
+        ends = [_end(span) for span in mine if span.name in ("train", "publish")]
+        if not any(span.name == "train" for span in mine):
+            return {}
+        before = [_end(span) for span in spans if span.name in ("train", "publish") and _rollout(span) < rollout_id]
+        start = max(before) if before else min(span.start for span in mine)
+        seconds = {name: _covered([span for span in mine if span.name == name]) for name in ("generate", "train", "publish")}
+        for name in ("eval", "save"):
+            seconds[name] = _covered([span for span in spans if span.name == name], start, max(ends))
+        step = max(ends) - start
+        ideal = max(seconds["generate"], seconds["train"]) + seconds["publish"]
+        busy = step - seconds["eval"] - seconds["save"]
+        metrics = {f"perf/{name}_seconds": value for name, value in seconds.items() if value or name not in ("eval", "save")}
+        return {"perf/step_seconds": step, **metrics, "perf/overlap_efficiency": ideal / busy if busy > 0 else 1.0}
+
+    def close(self) -> None:
+        """End the file's array. Idempotent."""
+        with self._lock:
+            if self._file is not None:
+                self._file.write("\n]\n")
+                self._file.close()
+                self._file = None
+
+    def _note(self, span: Span) -> None:
+        with self._lock:
+            self._spans.append(span)
+            newest = max(_rollout(other) for other in self._spans)
+            if len(self._spans) > 64 * self._keep:
+                self._spans = [other for other in self._spans if _rollout(other) >= newest - self._keep]
+            if self._file is not None:
+                if span.worker not in self._workers:
+                    number = self._workers[span.worker] = len(self._workers) + 1
+                    self._write({"name": "thread_name", "ph": "M", "pid": 1, "tid": number, "args": {"name": span.worker}})
+                self._write(
+                    {
+                        "name": span.name,
+                        "ph": "X",
+                        "pid": 1,
+                        "tid": self._workers[span.worker],
+                        "ts": round(span.start * 1e6),
+                        "dur": round(span.seconds * 1e6),
+                        "args": span.args,
+                    }
+                )
+
+    def _write(self, event: dict[str, Any]) -> None:
+        assert self._file is not None
+        self._file.write(("" if self._first else ",\n") + json.dumps(event, default=str))
+        self._first = False
+
+
+def _end(span: Span) -> float:
+    assert span.end is not None
+    return span.end
+
+
+def _rollout(span: Span) -> int:
+    return int(span.args.get("rollout_id", -1))
+
+
+def _covered(spans: list[Span], start: float = float("-inf"), end: float = float("inf")) -> float:
+    """Seconds of [start, end) that at least one span covers."""
+    total, reached = 0.0, start
+    for span in sorted(spans, key=lambda span: span.start):
+        low, high = max(span.start, reached), min(_end(span), end)
+        if high > low:
+            total += high - low
+            reached = high
+    return total
+
+
+def read(path: str | Path) -> list[dict[str, Any]]:
+    """The events of a timeline file, of an unfinished one too; [] when there is none."""
+    path = Path(path)
+    if not path.exists():
+        return []
+    events = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        text = line.strip().rstrip(",")
+        if text.startswith("{"):
+            try:
+                events.append(json.loads(text))
+            except ValueError:
+                continue
+    return events

@@ -1,0 +1,87 @@
+"""What a run tells: init, log, finish. Lives in the driver's process; nothing here can stop or block a run."""
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from miles.config.run_config import RunConfig
+from miles.config.validate import warnings_of
+from miles.tracking import logs, run_folder
+from miles.tracking.console import Console
+from miles.tracking.sinks import Sinks, as_number
+from miles.tracking.timeline import Timeline
+
+logger = logging.getLogger(__name__)
+
+
+class Tracking:
+    """One run's folder, sinks, console and timeline."""
+
+    def __init__(self, args: RunConfig) -> None:
+        self.folder = run_folder.prepare(args)
+        logs.setup(args.log_level, self.folder / "logs" / "driver.log")
+        for warning in warnings_of(args):
+            logger.warning("%s", warning)
+        self.timeline = Timeline(self.folder / "timeline.json")
+        self.sinks = Sinks(args, self.folder)
+        self.console = Console(args, self.timeline)
+        self.steps_per_rollout = args.samples_per_rollout // args.samples_per_step
+
+    def log(self, metrics: Mapping[str, Any], rollout_id: int, step: int | None) -> None:
+        if step is None:
+            step = (rollout_id + 1) * self.steps_per_rollout
+        values = {name: as_number(value) for name, value in metrics.items()}
+        self.sinks.log(values, rollout_id, step)
+        self.console.update(values, rollout_id)
+
+    def finish(self) -> None:
+        self.console.finish()
+        self.sinks.finish()
+        self.timeline.close()
+
+
+_current: Tracking | None = None
+_unsaved = Timeline()
+
+
+def init(args: RunConfig) -> None:
+    """Make the run folder, set up logging, start the sinks and the console. Called once per run, before any worker starts."""
+    global _current
+    finish()
+    _current = Tracking(args)
+
+
+def log(metrics: Mapping[str, Any], rollout_id: int, step: int | None = None) -> None:
+    """Write one line to metrics.jsonl and hand it to the trackers; without `init`, do nothing.
+
+    Args:
+        metrics: name -> number. Scalar tensors become numbers; None is null, and NaN and infinities are the strings "NaN", "Infinity",
+            "-Infinity" in metrics.jsonl, as JSON has no such numbers.
+        rollout_id: the rollout that they belong to, also when they come late, as an evaluation's do.
+        step: optimizer steps done when they were true; default: those that the whole rollout makes.
+    """
+    if _current is not None:
+        _current.log(metrics, rollout_id, step)
+
+
+def timeline() -> Timeline:
+    """This run's timeline; one that is not written when there is no run."""
+    return _unsaved if _current is None else _current.timeline
+
+
+def folder() -> Path | None:
+    """This run's folder, once there is one."""
+    return None if _current is None else _current.folder
+
+
+def finish() -> None:
+    """Close everything. Idempotent; never raises."""
+    global _current
+    ending, _current = _current, None
+    if ending is not None:
+        try:
+            ending.finish()
+        except OSError as error:
+            os.write(2, f"tracking could not be closed: {error}\n".encode())
