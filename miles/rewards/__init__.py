@@ -1,0 +1,1 @@
+"""Scoring: the scorer, the pool that runs sync functions, and one file per verifier."""
