@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -57,20 +57,23 @@ def pack(groups: Sequence[PromptGroup]) -> RolloutData:
 
 def _check(sample: Sample) -> None:
     tokens = len(sample.response_ids)
+    name = _name(sample.sample_index, sample.group_index)
     if len(sample.loss_mask) != tokens or len(sample.rollout_logprobs) != tokens:
         raise ValueError(
-            f"sample {sample.sample_index} of group {sample.group_index}: {tokens} response ids, {len(sample.loss_mask)} mask entries and "
+            f"{name}: {tokens} response ids, {len(sample.loss_mask)} mask entries and "
             f"{len(sample.rollout_logprobs)} log-probs do not pair up"
         )
     if not sample.prompt_ids:
-        raise ValueError(f"sample {sample.sample_index} of group {sample.group_index} has no prompt tokens")
+        raise ValueError(f"{name} has no prompt tokens")
     reached = 0
     for span in sample.version_spans:
         if not reached <= span.start <= span.end <= tokens:
-            raise ValueError(
-                f"sample {sample.sample_index} of group {sample.group_index}: version spans {sample.version_spans} do not fit {tokens} tokens"
-            )
+            raise ValueError(f"{name}: version spans {sample.version_spans} do not fit {tokens} tokens")
         reached = span.end
+
+
+def _name(sample_index: int, group_index: int) -> str:
+    return f"sample {sample_index} of group {group_index}"
 
 
 def _check_columns(data: RolloutData) -> None:
@@ -85,11 +88,11 @@ def _check_columns(data: RolloutData) -> None:
             place = int(np.argmax(wrong))
             sample = int(np.searchsorted(data.offsets, place, "right")) - 1
             raise ValueError(
-                f"sample {data.sample_indices[sample]} of group {data.group_indices[sample]}: {what}, at token {place - data.offsets[sample]}"
+                f"{_name(data.sample_indices[sample], data.group_indices[sample])}: {what}, at token {place - data.offsets[sample]}"
             )
     if np.isinf(data.rewards).any():
         sample = int(np.argmax(np.isinf(data.rewards)))
-        raise ValueError(f"sample {data.sample_indices[sample]} of group {data.group_indices[sample]}: an infinite reward")
+        raise ValueError(f"{_name(data.sample_indices[sample], data.group_indices[sample])}: an infinite reward")
 
 
 def split(data: RolloutData, num_shares: int, samples_per_step: int, rollout_id: int, weight_version: int) -> list[TrainShare]:
@@ -182,7 +185,7 @@ def unpack_sample(data: RolloutData, place: int) -> Sample:
         response_ids=data.token_ids[cut:end].tolist(),
         loss_mask=data.loss_mask[cut:end].tolist(),
         rollout_logprobs=data.rollout_logprobs[cut:end].tolist(),
-        version_spans=[VersionSpan(a, b, int(versions[a])) for a, b in zip(edges[:-1], edges[1:], strict=True) if versions[a] >= 0],
+        version_spans=[VersionSpan(a, b, int(versions[a])) for a, b in pairwise(edges) if versions[a] >= 0],
         status=SampleStatus.COMPLETED,
         reward=None if np.isnan(reward) else reward,
     )

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import chain
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 VOCAB_SIZE = 512
 SPECIAL = ("<|pad|>", "<|im_start|>", "<|im_end|>")
-WORDS = ["system", "user", "assistant", "tool", "What", "is", "the", "answer", "to", "plus", "minus", "times", "equals", "sum", "of", "and", "or", "in", "it", "that", "this", "you", "are", "an", "with", "for", "as", "on", "be", "not", "have", "from", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "Answer", "only", "number", "question", "How", "many", "Let", "us", "think", "step", "by", "step", "So", "therefore", "because", "first", "then", "next", "total", "value", "result", "help", "please", "say", "yes", "no", "true", "false", "left", "right", "up", "down", "word", "letter", "list"]
+WORDS = """
+system user assistant tool What is the answer to plus minus times equals sum of and or in it that this you are an with for as
+on be not have from one two three four five six seven eight nine ten Answer only number question How many Let us think step
+by So therefore because first then next total value result help please say yes no true false left right up down word letter
+list
+"""
 TEMPLATE = (
     "{% if tools %}{{ '<|im_start|>system\nTools: ' + (tools | tojson) + '<|im_end|>\n' }}{% endif %}"
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] }}"
@@ -28,7 +34,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: place for place, token in enumerate([*SPECIAL, *alphabet])}
     merges: list[tuple[str, str]] = []
-    for word in [form for word in WORDS for form in ("Ġ" + word, word)]:
+    for word in chain.from_iterable(("Ġ" + word, word) for word in WORDS.split()):
         left = word[0]
         for letter in word[1:]:
             if len(vocab) == VOCAB_SIZE:

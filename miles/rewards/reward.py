@@ -42,8 +42,8 @@ class RewardScorer:
         self._name = which or args.reward
         self._timeout = args.reward_timeout
         self._failure = args.reward_failure
-        function = load(self._name, BUILTIN, setting="--reward")
-        self._function = function(args) if inspect.isclass(function) else function
+        loaded: Any = load(self._name, BUILTIN, setting="--reward")
+        self._function: Any = loaded(args) if inspect.isclass(loaded) else loaded
         call = self._function if inspect.isroutine(self._function) else type(self._function).__call__
         self._is_async = inspect.iscoroutinefunction(call)
         self.num_failed = 0
