@@ -43,7 +43,9 @@ class RewardScorer:
         self._timeout = args.reward_timeout
         self._failure = args.reward_failure
         loaded: Any = load(self._name, BUILTIN, setting="--reward")
-        self._function: Any = loaded(args) if inspect.isclass(loaded) else loaded
+        self._function: Any = loaded
+        if inspect.isclass(loaded):
+            self._function = self._function(args)
         call = self._function if inspect.isroutine(self._function) else type(self._function).__call__
         self._is_async = inspect.iscoroutinefunction(call)
         self.num_failed = 0
