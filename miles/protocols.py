@@ -117,8 +117,9 @@ class Engine(Protocol):
         """Called after a publish, good or bad. Idempotent."""
         ...
 
-    async def begin_update(self, plan: PublishPlan) -> None:
-        """Called while paused, before the first bucket."""
+    async def begin_update(self, plan: PublishPlan, receiver_rank: int) -> None:
+        """Called while paused, before the first bucket. `receiver_rank` is this engine's place, 0 .. num_receivers - 1, among
+        those that take part in the publish. Raises ValueError when the plan does not fit the engine's parameters."""
         ...
 
     async def receive_bucket(self, index: int) -> None:
@@ -182,29 +183,46 @@ class TrackingSink(Protocol):
 class WeightSender(Protocol):
     """The trainer's end of one transport. One method moves bytes, so that a fake of forty lines can stand in for it."""
 
-    def open(self, bucket_nbytes: Sequence[int], version: int) -> dict[str, Any]:
-        """Called once per publish; returns the plan's `channel`."""
+    def open(self, bucket_nbytes: Sequence[int], version: int, num_receivers: int) -> dict[str, Any]:
+        """Called once per publish, first; returns the plan's `channel`."""
         ...
 
-    def send(self, index: int, buffer: Any) -> None:
-        """Called once per bucket with a flat uint8 tensor of bucket_nbytes[index] bytes."""
+    def buffer(self, index: int) -> Any:
+        """Called before bucket `index` is written: where to, a flat uint8 tensor of bucket_nbytes[index] bytes, in the
+        transport's own memory where it has some. Bucket i - 2 was received everywhere by then."""
+        ...
+
+    def send(self, index: int) -> None:
+        """Called once per bucket, in order, when its buffer is full."""
         ...
 
     def close(self) -> None:
-        """Called after every publish, good or bad. Idempotent."""
+        """Called after every publish, good or bad; keeps what the next one can use again. Idempotent."""
+        ...
+
+    def dispose(self) -> None:
+        """Called once at the end: nothing of ours is left on the host. Idempotent."""
         ...
 
 
 class WeightReceiver(Protocol):
     """An engine's end of one transport."""
 
-    def open(self, plan: PublishPlan) -> None: ...
-
-    def receive(self, index: int) -> Any:
-        """Returns the bucket as a flat uint8 tensor, valid until the next call."""
+    def open(self, plan: PublishPlan, rank: int) -> None:
+        """Called once per publish, before the first bucket."""
         ...
 
-    def close(self) -> None: ...
+    def receive(self, index: int) -> Any:
+        """Called once per bucket, in order. Returns it as a flat uint8 tensor, valid until the next call."""
+        ...
+
+    def close(self) -> None:
+        """Called after every publish, good or bad; keeps what the next one can use again. Idempotent."""
+        ...
+
+    def dispose(self) -> None:
+        """Called once at the end. Idempotent."""
+        ...
 
 
 Values = np.ndarray

@@ -1,0 +1,1 @@
+"""Advantages, losses and corrections: pure functions of tensors."""

@@ -1,0 +1,102 @@
+"""An engine's end of a publish: check the plan, copy in place, checksum what is there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from miles.protocols import WeightReceiver
+from miles.types import PublishPlan
+from miles.weights.buckets import dtype_of, view_of
+from miles.weights.checksum import checksum
+from miles.weights.transports import make_receiver
+
+
+class WeightLoader:
+    """Writes published weights into an engine's live parameters. Lives as long as the engine.
+
+    One publish is: begin, then receive for each bucket in order, then finish; or abort at any point. After an abort or
+    an error the parameters may be of two versions, and nothing may be served until a whole publish succeeded.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], timeout: float = 600.0) -> None:
+        """
+        Args:
+            parameters: Hugging Face state-dict name -> live parameter. Tied weights once, under one of their names.
+            timeout: seconds that a transport waits for the other end.
+        """
+        self._parameters = dict(parameters)
+        self._timeout = timeout
+        self._plan: PublishPlan | None = None
+        self._receiver: WeightReceiver | None = None
+        self._transport = ""
+        self._next = 0
+
+    def begin(self, plan: PublishPlan, receiver_rank: int) -> None:
+        """Check that the plan fits the parameters, before any byte moves, and open the transport.
+
+        Raises:
+            ValueError: names the tensors that are unknown, missing, or of another shape or type.
+        """
+        self.abort()
+        self._check(plan)
+        if plan.transport != self._transport:
+            self.dispose()
+            device = next(iter(self._parameters.values())).device
+            self._receiver, self._transport = make_receiver(plan.transport, device, self._timeout), plan.transport
+        assert self._receiver is not None
+        self._receiver.open(plan, receiver_rank)
+        self._plan, self._next = plan, 0
+
+    @torch.no_grad()
+    def receive(self, index: int) -> None:
+        """Receive one bucket and copy it into the parameters."""
+        plan, receiver = self._open()
+        assert index == self._next, f"bucket {self._next} is next, not {index}"
+        buffer = receiver.receive(index)
+        for spec in plan.buckets[index]:
+            self._parameters[spec.name].copy_(view_of(buffer, spec))
+        self._next += 1
+
+    def finish(self) -> dict[str, str]:
+        """Checksum by name of the live parameters themselves, read again after the copy; {} when the plan asks for none."""
+        plan, receiver = self._open()
+        if self._next != len(plan.buckets):
+            raise ValueError(f"only {self._next} of {len(plan.buckets)} buckets of weight version {plan.version} were received")
+        receiver.close()
+        self._plan = None
+        if not plan.checksum:
+            return {}
+        return {spec.name: checksum(self._parameters[spec.name], plan.checksum) for bucket in plan.buckets for spec in bucket}
+
+    def abort(self) -> None:
+        """End a publish that failed. Idempotent."""
+        self._plan = None
+        if self._receiver is not None:
+            self._receiver.close()
+
+    def dispose(self) -> None:
+        """Abort, and let go of the transport. Idempotent."""
+        self.abort()
+        if self._receiver is not None:
+            self._receiver.dispose()
+        self._receiver, self._transport = None, ""
+
+    def _open(self) -> tuple[PublishPlan, WeightReceiver]:
+        assert self._plan is not None, "no publish is open: begin() comes first"
+        assert self._receiver is not None
+        return self._plan, self._receiver
+
+    def _check(self, plan: PublishPlan) -> None:
+        specs = {spec.name: spec for bucket in plan.buckets for spec in bucket}
+        faults = [f"{name} is unknown here" for name in specs if name not in self._parameters]
+        faults += [f"{name} is not sent" for name in self._parameters if name not in specs]
+        for name, spec in specs.items():
+            own = self._parameters.get(name)
+            if own is not None and (tuple(own.shape), own.dtype) != (spec.shape, dtype_of(spec)):
+                faults.append(f"{name} is {spec.dtype} {spec.shape} on the wire and {own.dtype} {tuple(own.shape)} here")
+        if faults:
+            more = f" and {len(faults) - 8} more" if len(faults) > 8 else ""
+            raise ValueError(f"weight version {plan.version} does not fit this engine: {'; '.join(faults[:8])}{more}")

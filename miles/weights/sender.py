@@ -1,0 +1,128 @@
+"""The trainer's end of a publish: plan, fill, send, checksum."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from miles.config.run_config import RunConfig
+from miles.protocols import WeightSender
+from miles.types import PublishPlan
+from miles.weights.buckets import NamedShape, nbytes_of, plan_buckets, view_of
+from miles.weights.checksum import checksum, kind_for
+from miles.weights.transports import choose, make_sender
+
+logger = logging.getLogger(__name__)
+
+
+class WeightPublisher:
+    """Sends a model's weights to the engines, one bucket at a time. Lives as long as the trainer.
+
+    All ranks may construct one, for `buckets` tells which tensors to gather next; only the rank that sends calls the
+    rest. One publish is: plan, then send_bucket for each bucket in order, then checksums, then close (also after a
+    failure, at any point).
+    """
+
+    def __init__(self, named_shapes: Sequence[NamedShape], args: RunConfig, device: torch.device | str = "cpu") -> None:
+        """
+        Args:
+            named_shapes: every tensor to send, in the order of the model: name, type on the wire, full shape.
+            args: settings.
+            device: where the trainer's full tensors are.
+        """
+        self.buckets = plan_buckets(named_shapes, args.weight_bucket_mb << 20)
+        self._args = args
+        self._device = torch.device(device)
+        self._sender: WeightSender | None = None
+        self._transport = ""
+        self._plan: PublishPlan | None = None
+        self._next = 0
+        self._checksums: dict[str, str] = {}
+
+    def plan(self, version: int, *, num_receivers: int = 1, one_host: bool = True) -> PublishPlan:
+        """Open the transport for one publish.
+
+        Args:
+            version: the weight version that the engines have when all is done.
+            num_receivers: engines that take part, with receiver ranks 0 .. num_receivers - 1.
+            one_host: whether trainer and engines share a host, for weight_transport auto.
+        """
+        self.close()
+        transport, reason = choose(self._args, one_host=one_host, device=self._device)
+        if transport != self._transport:
+            logger.info("weights travel by %s: %s", transport, reason)
+            self.dispose()
+            self._sender, self._transport = make_sender(transport, self._args, self._device), transport
+        assert self._sender is not None
+        sizes = tuple(nbytes_of(bucket) for bucket in self.buckets)
+        self._plan = PublishPlan(
+            version=version,
+            transport=transport,
+            buckets=self.buckets,
+            bucket_nbytes=sizes,
+            channel=self._sender.open(sizes, version, num_receivers),
+            checksum=kind_for(self._device) if self._args.verify_weight_updates else "",
+        )
+        self._next, self._checksums = 0, {}
+        return self._plan
+
+    def send_bucket(self, index: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Fill and send one bucket. Bucket i may be sent once bucket i - 2 was received everywhere.
+
+        Args:
+            index: buckets go in order.
+            tensors: the full tensors of this bucket, any order, any floating type where the wire's is one.
+
+        Raises:
+            ValueError: a tensor is missing, unknown, or does not fit the plan; it is named.
+        """
+        assert self._plan is not None, "no publish is open: plan() comes first"
+        assert self._sender is not None
+        assert index == self._next, f"bucket {self._next} is next, not {index}"
+        buffer = self._sender.buffer(index)
+        specs = {spec.name: spec for spec in self.buckets[index]}
+        for name, tensor in tensors:
+            spec = specs.pop(name, None)
+            if spec is None:
+                raise ValueError(f"weight {name!r} does not belong to bucket {index}, or came twice")
+            target = view_of(buffer, spec)
+            if tensor.shape != target.shape:
+                raise ValueError(f"weight {name!r} has shape {tuple(tensor.shape)}, planned was {spec.shape}")
+            if tensor.dtype != target.dtype and not (tensor.is_floating_point() and target.is_floating_point()):
+                raise ValueError(f"weight {name!r} is {tensor.dtype} and cannot travel as {spec.dtype}")
+            self._write(name, target, tensor.detach())
+        if specs:
+            raise ValueError(f"bucket {index} lacks {', '.join(specs)}")
+        self._sender.send(index)
+        self._next += 1
+
+    def _write(self, name: str, target: Tensor, tensor: Tensor) -> None:
+        assert self._plan is not None
+        if tensor.device != target.device:
+            # convert and sum where the tensor is: a GPU does both in no time, and the wire carries less
+            tensor = tensor.to(target.dtype)
+        target.copy_(tensor)
+        if self._plan.checksum:
+            self._checksums[name] = checksum(tensor if tensor.device != target.device else target, self._plan.checksum)
+
+    def checksums(self) -> dict[str, str]:
+        """Checksum by tensor name of what was sent, in the order sent; {} when verification is off."""
+        assert self._plan is not None, "no publish is open: plan() comes first"
+        assert self._next == len(self.buckets), f"{self._next} of {len(self.buckets)} buckets were sent"
+        return dict(self._checksums)
+
+    def close(self) -> None:
+        """End a publish, good or bad. Idempotent."""
+        self._plan = None
+        if self._sender is not None:
+            self._sender.close()
+
+    def dispose(self) -> None:
+        """Close, and leave nothing behind: segments, sockets, files. Idempotent."""
+        self.close()
+        if self._sender is not None:
+            self._sender.dispose()
+        self._sender, self._transport = None, ""

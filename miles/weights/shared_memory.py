@@ -1,0 +1,163 @@
+"""Shared memory: two files that trainer and engines of one host map, filled and read in turn.
+
+The trainer writes straight into the mapped segment and an engine copies straight out of it. Segments stay mapped from
+one publish to the next, so their pages are touched for the first time only once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import re
+import secrets
+import tempfile
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from miles.types import PublishPlan
+
+DEPTH = 2
+"""Segments: bucket i + 1 is filled while bucket i is read."""
+
+PREFIX = "miles-weights-"
+
+
+def directory() -> Path:
+    """Where segments live: memory where the system offers it as files, else a mapped temporary file."""
+    shm = Path("/dev/shm")
+    return shm if shm.is_dir() else Path(tempfile.gettempdir())
+
+
+class Segment:
+    """One mapped file of the sender, locked for as long as this process lives, gone from the file system with it."""
+
+    def __init__(self, label: str, nbytes: int, where: Path) -> None:
+        self.nbytes = nbytes
+        descriptor, self.path = _create(label, where)
+        # unlinks at dispose and at a normal exit; after a kill, `remove_stale` finds the lock free
+        self._finalizer = weakref.finalize(self, _remove, descriptor, self.path)
+        try:
+            _allocate(descriptor, nbytes, where)
+            memory = mmap.mmap(descriptor, nbytes)
+        except BaseException:
+            self.remove()
+            raise
+        self.buffer = torch.frombuffer(memory, dtype=torch.uint8)
+
+    def remove(self) -> None:
+        self._finalizer()
+
+
+class Sender:
+    def __init__(self, label: str, where: Path | None = None) -> None:
+        self._label = re.sub(r"[^A-Za-z0-9_.]+", "_", label)[:40]
+        self._where = where or directory()
+        self._segments: list[Segment] = []
+        self._sizes: Sequence[int] = ()
+
+    def open(self, bucket_nbytes: Sequence[int], version: int, num_receivers: int) -> dict[str, Any]:
+        needed = [max(bucket_nbytes[slot::DEPTH]) for slot in range(min(DEPTH, len(bucket_nbytes)))]
+        if [segment.nbytes for segment in self._segments] != needed:
+            self.dispose()
+            remove_stale(self._where)
+            for nbytes in needed:
+                self._segments.append(Segment(self._label, nbytes, self._where))
+        self._sizes = bucket_nbytes
+        return {"paths": [str(segment.path) for segment in self._segments]}
+
+    def buffer(self, index: int) -> Tensor:
+        return self._segments[index % DEPTH].buffer[: self._sizes[index]]
+
+    def send(self, index: int) -> None:
+        """Nothing to move: the bucket was written where the engines read it."""
+
+    def close(self) -> None:
+        """The segments stay for the next publish."""
+
+    def dispose(self) -> None:
+        while self._segments:
+            self._segments.pop().remove()
+
+
+class Receiver:
+    def __init__(self) -> None:
+        self._mapped: dict[str, Tensor] = {}
+        self._plan: PublishPlan | None = None
+
+    def open(self, plan: PublishPlan, rank: int) -> None:
+        paths = plan.channel["paths"]
+        self._mapped = {path: self._mapped[path] if path in self._mapped else _map(path) for path in paths}
+        self._plan = plan
+
+    def receive(self, index: int) -> Tensor:
+        assert self._plan is not None
+        path = self._plan.channel["paths"][index % DEPTH]
+        return self._mapped[path][: self._plan.bucket_nbytes[index]]
+
+    def close(self) -> None:
+        self._plan = None
+
+    def dispose(self) -> None:
+        self.close()
+        self._mapped = {}
+
+
+def remove_stale(where: Path) -> None:
+    """Remove the segments of senders that were killed: the lock of each is free, whichever process or container had it."""
+    for path in where.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):  # another user's, in use, or just removed by someone else
+            descriptor = os.open(path, os.O_RDWR)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+            finally:
+                os.close(descriptor)
+
+
+def _create(label: str, where: Path) -> tuple[int, Path]:
+    """A new file that is locked and still there: another start may have taken it for a stale one before it was locked."""
+    while True:
+        path = where / f"{PREFIX}{label}-{os.getpid()}-{secrets.token_hex(4)}"
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(descriptor).st_nlink:
+                return descriptor, path
+        os.close(descriptor)
+
+
+def _remove(descriptor: int, path: Path) -> None:
+    path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        os.close(descriptor)
+
+
+def _allocate(descriptor: int, nbytes: int, where: Path) -> None:
+    """Reserve the memory now: a file that is only long enough on paper ends the process with SIGBUS when it is written."""
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError as error:
+        stat = os.statvfs(where)
+        raise ValueError(
+            f"shared memory for weights: {nbytes >> 20} MiB more are needed in {where}, "
+            f"which has {stat.f_bavail * stat.f_frsize >> 20} MiB free; "
+            f"enlarge it (docker: --shm-size), lower --weight-bucket-mb, or take --weight-transport broadcast or disk"
+        ) from error
+
+
+def _map(path: str) -> Tensor:
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except FileNotFoundError:
+        raise ValueError(f"shared memory for weights: {path} is not on this host, or its trainer is gone") from None
+    try:
+        return torch.frombuffer(mmap.mmap(descriptor, os.fstat(descriptor).st_size), dtype=torch.uint8)
+    finally:
+        os.close(descriptor)
