@@ -1,0 +1,89 @@
+"""The Ray under a run: a small local one that ends with it, or a running cluster that it joins."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import psutil
+import ray
+
+from miles.ray import processes
+
+logger = logging.getLogger(__name__)
+
+_MAX_STORE_BYTES = 2 * 2**30
+_MIN_STORE_BYTES = 128 * 2**20
+
+
+class Cluster:
+    """Joins or starts Ray in the constructor; `leave` ends what was started."""
+
+    def __init__(self, address: str | None, cpus_needed: float) -> None:
+        """`address` as given by the user, None to start a local Ray with room for `cpus_needed`."""
+        self.address = address or os.environ.get("RAY_ADDRESS")
+        self.namespace = f"miles-{os.getpid()}-{os.urandom(4).hex()}"
+        self._temp_dir: str | None = None
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
+        try:
+            self._join() if self.address else self._start(cpus_needed)
+        except BaseException:
+            self.leave()
+            raise
+
+    def _join(self) -> None:
+        try:
+            ray.init(address=self.address, namespace=self.namespace, log_to_driver=False, logging_level=logging.ERROR)
+        except ConnectionError as error:
+            raise ValueError(f"--ray-address: no Ray cluster answers at {self.address!r}: {error}") from None
+        logger.info("joined the Ray cluster at %s: %s", self.address, _in_words(ray.cluster_resources()))
+
+    def _start(self, cpus_needed: float) -> None:
+        cpus, wanted = os.cpu_count() or 1, math.ceil(cpus_needed)
+        if wanted > cpus:
+            logger.warning("the workers ask for %d CPUs and this machine has %d: they will share", wanted, cpus)
+        # Short, because Unix sockets live in it and their paths may have 107 bytes.
+        self._temp_dir = tempfile.mkdtemp(prefix="miles-", dir="/tmp")
+        ray.init(
+            namespace=self.namespace,
+            num_cpus=max(cpus, wanted),
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            object_store_memory=_store_bytes(),
+            _temp_dir=self._temp_dir,
+        )
+        logger.info("started a local Ray: %s", _in_words(ray.cluster_resources()))
+
+    def env(self) -> dict[str, str]:
+        """What every worker process needs to find the same code as this one."""
+        paths = [str(Path.cwd()), *(path for path in sys.path if path and Path(path).is_dir())]
+        return {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+
+    def leave(self) -> None:
+        """Disconnect; a local Ray is ended, with every process that came with it. Idempotent."""
+        ours = processes.descendants() if self._temp_dir else []
+        ray.shutdown()
+        if self._temp_dir:
+            for name in processes.end(ours):
+                logger.debug("ended a process that outlived Ray: %s", name)
+            shutil.rmtree(self._temp_dir, ignore_errors=True)
+            self._temp_dir = None
+
+
+def _store_bytes() -> int:
+    """A share of the free memory, within what shared memory has."""
+    free = psutil.virtual_memory().available // 8
+    if Path("/dev/shm").is_dir():
+        free = min(free, int(shutil.disk_usage("/dev/shm").free * 0.6))
+    return max(_MIN_STORE_BYTES, min(_MAX_STORE_BYTES, free))
+
+
+def _in_words(resources: dict[str, float]) -> str:
+    return f"{resources.get('CPU', 0):g} CPUs, {resources.get('GPU', 0):g} GPUs"

@@ -1,0 +1,121 @@
+"""What ends a run from outside its own course: a failed watch, SIGTERM, Ctrl-C. And how the end is told."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+import traceback
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+from typing import Any, TypeVar
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class EndOfRun(BaseException):
+    """Ends the run without being a fault: no `except Exception` on the way may swallow it. Printed as one line."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message, exit_code)
+        self.message, self.exit_code = message, exit_code
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class Interrupted(EndOfRun):
+    """A signal asked the run to end."""
+
+    def __init__(self, signum: int, saved: str = "") -> None:
+        super().__init__(f"ended by {signal.Signals(signum).name}{saved}", 128 + signum)
+
+
+class RunGuard:
+    """One per run, in the driver. Everything the driver's parts wait for, they wait for through `watch`."""
+
+    def __init__(self) -> None:
+        self._fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._on_signal: Callable[[], Awaitable[str]] | None = None
+        self._old_hook: Callable[..., object] | None = None
+        self._ending: asyncio.Task[None] | None = None
+        self.signum: int | None = None
+
+    async def watch(self, awaitable: Awaitable[T]) -> T:
+        """Await it, unless the run fails first: then raise that."""
+        task = asyncio.ensure_future(awaitable)
+        try:
+            waits: set[asyncio.Future[Any]] = {task, self._fatal}
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        if task.done():
+            return task.result()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return self._fatal.result()  # type: ignore[return-value]  # always raises
+
+    def fail(self, error: BaseException) -> None:
+        """End the run with `error`: whoever waits, raises it. The first one counts."""
+        if not self._fatal.done():
+            self._fatal.set_exception(error)
+            self._fatal.exception()  # retrieved: nobody may be waiting
+
+    async def halt_if_asked(self) -> None:
+        """Called before the driver starts something long: after a signal it does not return."""
+        if self.signum is not None:
+            await self._fatal
+
+    def install(self, on_signal: Callable[[], Awaitable[str]]) -> None:
+        """Take SIGTERM and SIGINT. `on_signal` saves what is to be saved and returns a remark on it."""
+        self._on_signal = on_signal
+        loop = asyncio.get_running_loop()
+        for signum in _SIGNALS:
+            loop.add_signal_handler(signum, self._signalled, signum)
+        self._old_hook = sys.excepthook
+        sys.excepthook = tell
+
+    def restore(self) -> None:
+        """Give the signals back. The hook stays: the error that ends the run is printed after this."""
+        if self._on_signal is None:
+            return
+        self._on_signal = None
+        loop = asyncio.get_running_loop()
+        for signum in _SIGNALS:
+            loop.remove_signal_handler(signum)
+        if not self._fatal.done() and self._old_hook is not None and sys.exc_info()[0] is None:
+            sys.excepthook = self._old_hook
+
+    def _signalled(self, signum: int) -> None:
+        if self.signum is not None:
+            logger.warning("second %s: ending at once", signal.Signals(signum).name)
+            self.fail(Interrupted(signum))
+            return
+        self.signum = signum
+        logger.warning("%s: ending the run; send it again to end without saving", signal.Signals(signum).name)
+        self._ending = asyncio.get_running_loop().create_task(self._end(signum), name="end of run on a signal")
+
+    async def _end(self, signum: int) -> None:
+        saved = ""
+        try:
+            if self._on_signal is not None:
+                saved = await self._on_signal()
+        except Exception as error:
+            logger.exception("could not save on the signal")
+            saved = f"; saving failed: {error}"
+        self.fail(Interrupted(signum, saved))
+
+
+def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """sys.excepthook of a run: an end that is no fault is one line, and has its own exit code."""
+    if isinstance(error, EndOfRun):
+        print(f"miles: {error}", file=sys.stderr, flush=True)
+        # An exit raised by the hook becomes the interpreter's exit code.
+        raise SystemExit(error.exit_code)
+    traceback.print_exception(kind, error, trace)
+    sys.stderr.flush()

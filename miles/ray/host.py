@@ -1,0 +1,171 @@
+"""Inside a worker: one plain class, its event loop, and its compute thread.
+
+Async methods run on the event loop. Sync methods run one after another on one thread of their own, so that torch always
+sees the same thread and everything asynchronous answers while it computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import pickle
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, cast
+
+from miles import plugins
+
+_MOST = 8  # calls and tasks that a report shows
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception on its way to another process: the exception itself where it can travel, and its traceback as text."""
+
+    kind: str
+    message: str
+    pickled: bytes | None
+    traceback: str
+
+
+class WorkerError(RuntimeError):
+    """Stands for an exception of a worker whose type cannot travel."""
+
+
+class ComputeThread:
+    """Runs functions one after another. A daemon: a call that never ends cannot keep the process alive."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=f"{name} compute", daemon=True)
+        self._thread.start()
+
+    def run(self, function: Callable[[], Any]) -> asyncio.Future[Any]:
+        future: Future[Any] = Future()
+        self._jobs.put((function, future))
+        return asyncio.wrap_future(future)
+
+    def stop(self) -> None:
+        """Ends the thread after the jobs that it already has."""
+        self._jobs.put(None)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            function, future = job
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(function())
+            except BaseException as error:  # the caller gets whatever the worker raised, sys.exit included
+                future.set_exception(error)
+            del job, function, future
+
+
+class Host:
+    """One hosted object and the calls that are running on it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._compute = ComputeThread(name)
+        self._worker: Any = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._running: dict[int, tuple[str, float, Any]] = {}  # method, since, its coroutine where it has one
+        self._calls = 0
+
+    async def construct(self, cls: str, kwargs: Mapping[str, Any]) -> None:
+        """Load the class and build it, on the compute thread."""
+        self._loop = asyncio.get_running_loop()
+        self._worker = await self._compute.run(lambda: plugins.load(cls)(**kwargs))
+
+    async def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        function = getattr(self._worker, method, None)
+        if function is None:
+            raise AttributeError(f"worker {self.name} ({type(self._worker).__name__}) has no method {method!r}")
+        self._calls += 1
+        number = self._calls
+        coroutine = function(*args, **kwargs) if inspect.iscoroutinefunction(function) else None
+        self._running[number] = (method, time.monotonic(), coroutine)
+        try:
+            if coroutine is not None:
+                return await coroutine
+            return await self._compute.run(lambda: function(*args, **kwargs))
+        finally:
+            del self._running[number]
+
+    def stacks(self) -> str:
+        """What every thread and every asyncio task is doing, as text. May be called from any thread."""
+        now, running = time.monotonic(), list(self._running.values())
+        calls = [f"{method} for {now - since:.1f} s" for method, since, _ in running]
+        lines = [f"worker {self.name}: " + (", ".join(_counted(calls)) or "no call running")]
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        for ident, frame in sys._current_frames().items():
+            if ident != threading.get_ident():
+                lines += [f"\nthread {names.get(ident, ident)}:", *_indented(traceback.format_stack(frame))]
+        for method, _, coroutine in running[:_MOST]:
+            if coroutine is not None:
+                lines += [f"\ncall {method}:", *_indented(_awaiting(coroutine))]
+        for task in list(asyncio.all_tasks(self._loop))[:_MOST] if self._loop else ():
+            lines += [f"\ntask {task.get_name()}:", *_indented(_awaiting(task.get_coro()))]
+        return "\n".join(lines)
+
+    def close(self) -> None:
+        self._compute.stop()
+
+
+def _counted(calls: list[str]) -> list[str]:
+    return calls if len(calls) <= _MOST else [*calls[:_MOST], f"and {len(calls) - _MOST} more"]
+
+
+def _awaiting(coroutine: Any) -> list[str]:
+    """Where a suspended coroutine stands: its frame, and those of the coroutines that it awaits."""
+    lines: list[str] = []
+    while coroutine is not None:
+        frame = next((frame for name in ("cr_frame", "gi_frame", "ag_frame") if (frame := getattr(coroutine, name, None))), None)
+        lines += traceback.format_stack(frame, limit=1) if frame is not None else []
+        coroutine = next((inner for name in ("cr_await", "gi_yieldfrom", "ag_await") if (inner := getattr(coroutine, name, None))), None)
+    return lines
+
+
+def _indented(stack: list[str]) -> list[str]:
+    return ["  " + line for entry in stack for line in entry.rstrip().splitlines()]
+
+
+def to_failure(error: BaseException) -> Failure:
+    try:
+        pickled = pickle.dumps(error)
+        pickle.loads(pickled)
+    except Exception:
+        pickled = None
+    # The first frames are this host's own and tell the user nothing.
+    text = "".join(traceback.format_exception(type(error), error, _user_part(error)))
+    return Failure(type(error).__name__, str(error), pickled, text)
+
+
+def from_failure(failure: Failure, worker: str, log_path: str) -> BaseException:
+    """The exception to raise in the caller. The worker's own traceback is its note, and so the last thing that is printed."""
+    error: BaseException
+    try:
+        error = cast(BaseException, pickle.loads(failure.pickled)) if failure.pickled else _stand_in(failure)
+    except Exception:
+        error = _stand_in(failure)
+    if isinstance(error, SystemExit | KeyboardInterrupt | asyncio.CancelledError | GeneratorExit):
+        error = _stand_in(failure)
+    error.__notes__ = [f"\nIn worker {worker} (log: {log_path}):\n\n{failure.traceback.rstrip()}"]
+    return error
+
+
+def _stand_in(failure: Failure) -> WorkerError:
+    return WorkerError(f"{failure.kind}: {failure.message}")
+
+
+def _user_part(error: BaseException) -> Any:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return trace

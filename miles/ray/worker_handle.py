@@ -1,0 +1,118 @@
+"""How one process speaks to a worker: `await handle.method(...)`, bounded, and with an error that says where to look."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from miles.ray.worker_spec import Limit
+
+_LAST_LINES = 25
+_STACKS_LIMIT = 5.0
+
+_here = "the driver"
+
+
+def set_process_name(name: str) -> None:
+    """Called once in each worker process, so that a timed-out call can say who waited."""
+    global _here
+    _here = name
+
+
+class WorkerDied(RuntimeError):
+    """A worker's process is gone. The message names its log and ends with the log's last lines."""
+
+    def __init__(self, name: str, log_path: str, cause: str) -> None:
+        super().__init__(name, log_path, cause)
+        self.name, self.log_path, self.cause = name, log_path, cause
+        self.last_lines = last_lines(log_path)
+
+    def __str__(self) -> str:
+        return f"worker {self.name} died: {self.cause}\nIts log is {self.log_path}; the last lines:\n{self.last_lines}"
+
+
+class CallTimeout(TimeoutError):
+    """A call took longer than its limit; the message holds the worker's stacks."""
+
+
+class Channel(Protocol):
+    """How calls reach one worker. A fake of a few lines stands in for it."""
+
+    async def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any: ...
+
+    async def stacks(self) -> str:
+        """Answers also while the worker is busy."""
+        ...
+
+    async def open_port(self) -> tuple[str, int]:
+        """An address of the worker's host, with a port that is free now."""
+        ...
+
+
+class WorkerHandle:
+    """Any other attribute is a method of the hosted class: a coroutine function."""
+
+    def __init__(self, name: str, log_path: str, channel: Channel, limits: Mapping[str, Limit], default_limit: Limit) -> None:
+        self._name, self._log_path, self._channel = name, log_path, channel
+        self._limits, self._default_limit = limits, default_limit
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WorkerHandle, (self._name, self._log_path, self._channel, dict(self._limits), self._default_limit)
+
+    def __repr__(self) -> str:
+        return f"WorkerHandle({self._name})"
+
+    def __getattr__(self, method: str) -> Callable[..., Coroutine[Any, Any, Any]]:
+        if method.startswith("_"):
+            raise AttributeError(method)
+        return functools.partial(self._call, method)
+
+    async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        limit = self._limits.get(method, self._default_limit)
+        task = asyncio.ensure_future(self._channel.call(method, args, kwargs))
+        try:
+            done, _ = await asyncio.wait({task}, timeout=limit.seconds)
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        if done:
+            return task.result()
+        text = await self.worker_stacks()
+        task.cancel()
+        setting = f" ({limit.setting})" if limit.setting else ""
+        raise CallTimeout(
+            f"{_here} waited {limit.seconds:g} s{setting} for {method} of worker {self._name}; log: {self._log_path}\n"
+            f"What that worker was doing:\n{text}"
+        )
+
+    @property
+    def worker_name(self) -> str:
+        return self._name
+
+    @property
+    def worker_log(self) -> str:
+        return self._log_path
+
+    async def worker_stacks(self) -> str:
+        """The worker's stacks, or why there are none. Never raises."""
+        try:
+            return await asyncio.wait_for(self._channel.stacks(), _STACKS_LIMIT)
+        except TimeoutError:
+            return f"worker {self._name} did not answer within {_STACKS_LIMIT:g} s (its process is stopped or starved)"
+        except WorkerDied as error:
+            return str(error)
+
+    async def worker_port(self) -> tuple[str, int]:
+        return await asyncio.wait_for(self._channel.open_port(), 30)
+
+
+def last_lines(path: str, count: int = _LAST_LINES) -> str:
+    try:
+        with Path(path).open(errors="replace") as file:
+            return "".join("  " + line for line in deque(file, count)).rstrip("\n") or "  (empty)"
+    except OSError as error:
+        return f"  (cannot be read here: {error})"

@@ -1,0 +1,85 @@
+"""The one Ray actor class: a process of its own around a `Host`."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+
+from miles.ray import processes
+from miles.ray.host import Failure, Host, to_failure
+from miles.ray.worker_handle import set_process_name
+
+
+class WorkerProcess:
+    """Hosts one plain class. What it returns is (value, None) or (None, failure): Ray's own wrapping hides the user's traceback.
+
+    Methods of the group "watch" run on an event loop and thread of their own, so they answer whatever the worker does.
+    """
+
+    def __init__(self, name: str, log_path: str, directory: str, sys_path: Sequence[str], log_level: str) -> None:
+        _to_file(log_path)
+        if Path(directory).is_dir():  # a joined cluster's node may not have it
+            os.chdir(directory)
+        sys.path[:] = list(dict.fromkeys([*sys_path, *sys.path]))
+        logging.basicConfig(
+            level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr, force=True
+        )
+        set_process_name(name)
+        self._host = Host(name)
+
+    async def construct(self, cls: str, kwargs: Mapping[str, Any]) -> tuple[None, Failure | None]:
+        try:
+            await self._host.construct(cls, kwargs)
+        except BaseException as error:
+            return None, to_failure(error)
+        return None, None
+
+    async def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Failure | None]:
+        try:
+            return await self._host.call(method, args, kwargs), None
+        except Exception as error:
+            return None, to_failure(error)
+        except SystemExit as error:
+            return None, to_failure(error)
+
+    @ray.method(concurrency_group="watch")
+    async def stacks(self) -> str:
+        return self._host.stacks()
+
+    @ray.method(concurrency_group="watch")
+    async def open_port(self) -> tuple[str, int]:
+        return ray.util.get_node_ip_address(), free_port()
+
+    @ray.method(concurrency_group="watch")
+    async def end_children(self) -> list[str]:
+        """Called last, before this process is ended: nothing it started may stay."""
+        return processes.end(psutil.Process().children(recursive=True), grace=1.0)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def _to_file(path: str) -> None:
+    """Everything this process writes, native code included, goes to `path`."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    faulthandler.enable(2)
