@@ -27,12 +27,15 @@ class Tracking:
         self.timeline = Timeline(self.folder / "timeline.json")
         self.sinks = Sinks(args, self.folder)
         self.console = Console(args, self.timeline)
+        self.latest: dict[str, float] = {}
         self.steps_per_rollout = args.samples_per_rollout // args.samples_per_step
 
     def log(self, metrics: Mapping[str, Any], rollout_id: int, step: int | None) -> None:
         if step is None:
             step = (rollout_id + 1) * self.steps_per_rollout
         values = {name: as_number(value) for name, value in metrics.items()}
+        numbers = {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
+        self.latest = {**self.latest, **numbers, "rollout_id": rollout_id, "step": step}  # replaced, not changed: other threads read it
         self.sinks.log(values, rollout_id, step)
         self.console.update(values, rollout_id)
 
@@ -69,6 +72,11 @@ def log(metrics: Mapping[str, Any], rollout_id: int, step: int | None = None) ->
 def timeline() -> Timeline:
     """This run's timeline; one that is not written when there is no run."""
     return _unsaved if _current is None else _current.timeline
+
+
+def latest() -> Mapping[str, float]:
+    """The last value of every metric."""
+    return {} if _current is None else _current.latest
 
 
 def folder() -> Path | None:
