@@ -37,7 +37,7 @@ class WeightPublisher:
         self._args = args
         self._device = torch.device(device)
         self._sender: WeightSender | None = None
-        self._transport = ""
+        self._way: tuple[str, bool] | None = None
         self._plan: PublishPlan | None = None
         self._next = 0
         self._checksums: dict[str, str] = {}
@@ -52,10 +52,11 @@ class WeightPublisher:
         """
         self.close()
         transport, reason = choose(self._args, one_host=one_host, device=self._device)
-        if transport != self._transport:
+        if (transport, one_host) != self._way:
             logger.info("weights travel by %s: %s", transport, reason)
             self.dispose()
-            self._sender, self._transport = make_sender(transport, self._args, self._device), transport
+            self._sender = make_sender(transport, self._args, one_host=one_host, device=self._device)
+            self._way = (transport, one_host)
         assert self._sender is not None
         sizes = tuple(nbytes_of(bucket) for bucket in self.buckets)
         self._plan = PublishPlan(
@@ -125,4 +126,4 @@ class WeightPublisher:
         self.close()
         if self._sender is not None:
             self._sender.dispose()
-        self._sender, self._transport = None, ""
+        self._sender, self._way = None, None

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from miles.config.run_config import RunConfig
 from miles.protocols import WeightReceiver, WeightSender
-from miles.weights import shared_memory
+from miles.weights import broadcast, disk, shared_memory
+
+_ANYWHERE = ("192.0.2.1", 9)  # a documentation address: nothing is sent, the way out alone matters
 
 
 def choose(args: RunConfig, *, one_host: bool, device: torch.device) -> tuple[str, str]:
@@ -20,13 +24,22 @@ def choose(args: RunConfig, *, one_host: bool, device: torch.device) -> tuple[st
     return "shared_memory", "trainer and engines share a host"
 
 
-def make_sender(transport: str, args: RunConfig, device: torch.device) -> WeightSender:
+def make_sender(transport: str, args: RunConfig, *, one_host: bool, device: torch.device) -> WeightSender:
     if transport == "shared_memory":
         return shared_memory.Sender(args.name)
-    raise ValueError(f"--weight-transport: {transport} is not known")
+    if transport == "disk":
+        return disk.Sender(args.name, Path(args.weight_sync_dir or f"{args.run_dir}/weights"))
+    assert transport == "broadcast", transport
+    address = "127.0.0.1" if one_host else broadcast.address_toward(*_ANYWHERE)
+    # NCCL takes no two members on one GPU
+    own_gpus = device.type == "cuda" and min(args.gpus_per_trainer, args.gpus_per_engine) >= 1
+    return broadcast.Sender(address, "nccl" if own_gpus else "gloo", device, args.publish_timeout)
 
 
 def make_receiver(transport: str, device: torch.device, timeout: float) -> WeightReceiver:
     if transport == "shared_memory":
         return shared_memory.Receiver()
-    raise ValueError(f"--weight-transport: {transport} is not known")
+    if transport == "disk":
+        return disk.Receiver()
+    assert transport == "broadcast", transport
+    return broadcast.Receiver(device, timeout)
