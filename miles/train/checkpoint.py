@@ -1,0 +1,106 @@
+"""Saves and restores one role's training state; any number of ranks may read what any number of ranks wrote."""
+
+from __future__ import annotations
+
+import json
+import logging
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+
+from miles.train.mesh import Ranks
+from miles.train.model import TrainedModel
+
+logger = logging.getLogger(__name__)
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+PROGRESS = "progress.json"
+COMPLETE = "COMPLETE"
+
+
+@dataclass(slots=True)
+class Progress:
+    """The counters of a role. `step` counts optimizer steps over the whole run and alone decides the learning rate."""
+
+    rollout_id: int
+    step: int
+    weight_version: int
+
+
+def newest_complete(load: str, role: str) -> Path:
+    """The folder of `role` in the newest complete checkpoint at `load`: a directory of checkpoints, or one checkpoint.
+
+    Raises ValueError if there is none.
+    """
+    root = Path(load)
+    folders = [root] if (root / COMPLETE).exists() else sorted(root.glob("rollout_*"))
+    for folder in reversed(folders):
+        if (folder / COMPLETE).exists() and (folder / role / PROGRESS).exists():
+            return folder / role
+    raise ValueError(f"--load: no complete checkpoint with a part for the {role} at {load}")
+
+
+class Checkpointer:
+    """Writes at most one checkpoint at a time; an asynchronous save copies the state first, so training may go on."""
+
+    def __init__(self, model: TrainedModel, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
+        self.model, self.optimizer, self.ranks = model, optimizer, ranks
+        self._running: Future[Any] | None = None
+
+    def save(self, directory: Path, progress: Progress, force_sync: bool) -> None:
+        """Write into `directory`, after the save before is done. Every rank calls it."""
+        self.wait()
+        if self.ranks.rank == 0:
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / PROGRESS).write_text(json.dumps(asdict(progress)))
+        self.ranks.barrier()
+        state = self._state(with_moments=progress.step > 0)
+        if force_sync:
+            dcp.save(state, checkpoint_id=directory, process_group=self.ranks.saving, no_dist=self.ranks.saving is None)
+            return
+        started = dcp.async_save(state, checkpoint_id=directory, process_group=self.ranks.saving, no_dist=self.ranks.saving is None)
+        self._running = started.upload_completion if isinstance(started, AsyncSaveResponse) else started
+
+    def wait(self) -> None:
+        """Until the running save is on disk. Raises what went wrong in it."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.result()
+
+    def load(self, directory: Path) -> Progress:
+        """Restore model, optimizer and random state in place."""
+        progress = Progress(**json.loads((directory / PROGRESS).read_text()))
+        state = self._state(with_moments=progress.step > 0)
+        dcp.load(state, checkpoint_id=directory, process_group=self.ranks.saving, no_dist=self.ranks.saving is None)
+        torch.set_rng_state(state["random.cpu"])
+        if "random.device" in state:
+            torch.cuda.set_rng_state(state["random.device"])
+        if progress.step > 0:
+            for parameter in self._named().values():
+                self.optimizer.state[parameter]["step"].fill_(progress.step)
+        logger.info("restored rollout %d, optimizer step %d from %s", progress.rollout_id, progress.step, directory)
+        return progress
+
+    def _named(self) -> dict[str, torch.nn.Parameter]:
+        return dict(self.model.named_parameters())
+
+    def _state(self, with_moments: bool) -> dict[str, Tensor]:
+        """Flat names to the live tensors; moments that do not exist yet are made, to be read into."""
+        state: dict[str, Tensor] = {"random.cpu": torch.get_rng_state()}
+        if self.ranks.device.type == "cuda":
+            state["random.device"] = torch.cuda.get_rng_state()
+        for name, parameter in self._named().items():
+            state[f"model.{name}"] = parameter.detach()
+            if with_moments:
+                own = self.optimizer.state[parameter]
+                if not own:
+                    own["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                    own |= {moment: torch.zeros_like(parameter, requires_grad=False) for moment in MOMENTS}
+                state |= {f"{moment}.{name}": own[moment] for moment in MOMENTS}
+        return state

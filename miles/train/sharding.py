@@ -1,0 +1,48 @@
+"""FSDP2 over a trained model: layer by layer, then the root, whose forward is the one that is called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from miles.train.model import TrainedModel
+
+
+def needs_sharding(world_size: int, dtype: torch.dtype) -> bool:
+    """One rank in float32 computes with its master weights themselves; FSDP does the casting otherwise."""
+    return world_size > 1 or dtype != torch.float32
+
+
+def shard(model: TrainedModel, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    """Wrap `model` in place. Weights stay float32, the passes run in `dtype`, gradients are summed in float32.
+
+    Layers move to the mesh's device one after the other, so that the device never holds the whole model.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # losses are weighted with global counts, so gradients of ranks are added, never averaged
+            module.set_gradient_divide_factor(1.0)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part, sharing memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole tensor on every rank: a collective for shards."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def hf_tensors(model: TrainedModel) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters by Hugging Face name, a tied one once, in a fixed order. Heads that Hugging Face does not know are left out."""
+    yield from model.hf.named_parameters()

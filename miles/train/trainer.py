@@ -1,0 +1,238 @@
+"""One rank of one role: takes its share of a rollout, makes optimizer steps of it, saves, exports, publishes."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from miles.config.run_config import RunConfig
+from miles.protocols import ObjectStore
+from miles.train import forward, offload
+from miles.train.checkpoint import Checkpointer, Progress, newest_complete
+from miles.train.hf_export import export
+from miles.train.loss import Sums, actor_loss, add_sums, critic_loss
+from miles.train.mesh import Ranks, pick_device
+from miles.train.metrics import StepFacts, step_metrics
+from miles.train.micro_batches import MicroBatch, PackingRule, pack
+from miles.train.model import PolicyModel, TrainedModel, ValueModel, hidden_size, load_causal_lm
+from miles.train.old_actor import OldActor
+from miles.train.optimizer import build_adamw, clip_gradients, learning_rate, set_learning_rate
+from miles.train.random_model import resolve_checkpoint
+from miles.train.sharding import needs_sharding, shard
+from miles.train.targets import TokenColumns, fill_gae, normalize, token_columns
+from miles.types import ObjectRef, Role, TrainResult, TrainShare
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Trainer:
+    """All ranks of a role get the same calls in the same order; every method returns when its work is done.
+
+    Example: trainer = Trainer(args, "actor", 0, 1, store); trainer.init("127.0.0.1", 0); trainer.train(0, share_ref).
+    """
+
+    def __init__(self, args: RunConfig, role: Role, rank: int, world_size: int, store: ObjectStore) -> None:
+        self.args, self.role, self.store = args, role, store
+        self.device = pick_device(args.device)
+        self.ranks = Ranks(rank, world_size, self.device)
+        self.dtype = DTYPES[args.dtype]
+        self.step = 0
+        self.version = -1
+        self.reference: TrainedModel | None = None
+        self.old_actor: OldActor | None = None
+
+    def init(self, master_address: str, master_port: int) -> int | None:
+        """Meet the other ranks, load model and optimizer, restore from --load. Returns the restored rollout id, or None."""
+        args = self.args
+        if self.device.type == "cpu":
+            torch.set_num_threads(args.trainer_threads or 1)
+        torch.manual_seed(args.seed)
+        sharded = needs_sharding(self.ranks.world_size, self.dtype)
+        self.ranks.join(master_address, master_port, args.train_timeout, sharded)
+        self.source = resolve_checkpoint((args.critic_checkpoint if self.role == "critic" else None) or args.hf_checkpoint, args.seed)
+        self.model = self._build(self.source, self.role)
+        self.peak_lr = args.critic_lr if self.role == "critic" else args.lr
+        self.optimizer = build_adamw(self.model, args, self.peak_lr)
+        self.checkpointer = Checkpointer(self.model, self.optimizer, self.ranks)
+        self.rule = PackingRule(
+            max_tokens=args.max_tokens_per_micro_batch,
+            share=args.share_prompts and not args.attn_implementation.startswith("flash"),
+            dense_mask=not args.attn_implementation.startswith("flash"),
+            hidden_size=hidden_size(self.model.hf),
+        )
+        restored = None
+        if args.load is not None:
+            progress = self.checkpointer.load(newest_complete(args.load, self.role))
+            self.step, self.version, restored = progress.step, progress.weight_version, progress.rollout_id
+        if args.keep_old_actor and self.role == "actor":
+            self.old_actor = OldActor(self.model)
+        return restored
+
+    def _build(self, source: str, role: Role) -> TrainedModel:
+        hf = load_causal_lm(source, self.args)
+        model = PolicyModel(hf, self.args.temperature) if role == "actor" else ValueModel(hf, self.args.seed)
+        if self.ranks.mesh is not None:
+            shard(model, self.ranks.mesh, self.dtype)
+        return model.to(self.device)
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of this role over the whole run."""
+        args = self.args
+        assert args.num_rollout is not None, "num_rollout is filled in before trainers are built"
+        rollouts = args.num_rollout - (args.num_critic_only_steps if args.use_critic and self.role == "actor" else 0)
+        return max(1, rollouts) * math.ceil(args.samples_per_rollout / args.samples_per_step)
+
+    # ---- training
+
+    def train(self, rollout_id: int, share: ObjectRef, values: ObjectRef | None = None) -> TrainResult:
+        """Make the optimizer steps of one rollout out of this rank's share.
+
+        Args:
+            values: actor with ppo: the critic's values of this share.
+
+        Returns:
+            metrics of each step, global over ranks. A critic also returns its values from before the first step.
+        """
+        started = time.perf_counter()
+        own: TrainShare = self.store.get(share)
+        critic_values = None if values is None else torch.tensor(self.store.get(values))
+        columns, micro_batches = self._prepare(own, critic_values)
+        values_ref = None
+        if self.role == "critic":
+            assert columns.old_values is not None
+            values_ref = self.store.put(columns.old_values.cpu().numpy())
+        metrics = [self._optimizer_step(batches, columns) for batches in micro_batches]
+        return TrainResult(metrics, self.step, time.perf_counter() - started, values_ref)
+
+    def _prepare(self, share: TrainShare, critic_values: Tensor | None) -> tuple[TokenColumns, list[list[MicroBatch]]]:
+        """The columns of the whole share, and each step's micro-batches, equally many on every rank."""
+        args = self.args
+        columns = token_columns(share, args, self.device)
+        every = [self._pack(share, columns, step, everything=True) for step in range(share.num_steps)] if args.use_critic else []
+        if args.kl_coef or (args.kl_loss_coef and self.role == "actor"):
+            everything = every or [self._pack(share, columns, step, everything=True) for step in range(share.num_steps)]
+            columns.ref_logprobs = self._evaluate(self._reference(), everything, columns)
+        if self.role == "critic":
+            critic_values = self._evaluate(self.model, every, columns)
+        if args.use_critic:
+            if critic_values is None:
+                raise ValueError("the actor of ppo needs the critic's values")
+            fill_gae(columns, share, critic_values, args)
+            if args.normalize_advantages and self.role == "actor":
+                normalize(columns, share, self.ranks)
+        steps = [self._pack(share, columns, step, everything=False) for step in range(share.num_steps)]
+        if self.role == "actor" and args.advantage_estimator != "sft":
+            columns.old_logprobs = self._old_logprobs(steps, columns)
+        return columns, steps
+
+    def _pack(self, share: TrainShare, columns: TokenColumns, step: int, everything: bool) -> list[MicroBatch]:
+        """Micro-batches of one step's samples; unless `everything`, of those that have a gradient.
+
+        A sample has none if its advantages are all 0 and neither KL nor entropy is in the loss. A rank without any
+        such sample computes one all the same, so that a step always has log-probs to compare with the engines'.
+        """
+        data, args = share.data, self.args
+        mine = np.flatnonzero(share.batch.step_of[share.positions] == step).tolist()
+        trained = columns.trained.astype(np.uint8)
+        if not everything and self.role == "actor" and not args.kl_loss_coef and not args.entropy_coef:
+            mine = _with_any(mine, columns.advantages.cpu().numpy(), data.offsets) or _with_any(mine, trained, data.offsets)[:1]
+        batches = pack(data.token_ids, data.offsets, trained, mine, self.rule)
+        return forward.equalize(batches, self.ranks, self.rule.dense_mask)
+
+    def _evaluate(self, model: TrainedModel, steps: list[list[MicroBatch]], columns: TokenColumns) -> Tensor:
+        out = torch.zeros_like(columns.weights)
+        for batches in steps:
+            forward.evaluate(model, batches, out)
+        return out
+
+    def _old_logprobs(self, steps: list[list[MicroBatch]], columns: TokenColumns) -> Tensor | None:
+        """The ratio's base. None stands for the current weights' own, which the only step's forward pass gives anyway."""
+        if self.args.use_rollout_logprobs:
+            return columns.rollout_logprobs
+        if self.old_actor is not None:
+            with self.old_actor.in_place():
+                return self._evaluate(self.model, steps, columns)
+        return None if len(steps) == 1 else self._evaluate(self.model, steps, columns)
+
+    def _reference(self) -> TrainedModel:
+        if self.reference is None:
+            source = resolve_checkpoint(self.args.ref_checkpoint or self.args.hf_checkpoint, self.args.seed)
+            self.reference = self._build(source, "actor").requires_grad_(False)
+        return self.reference
+
+    def _optimizer_step(self, batches: list[MicroBatch], columns: TokenColumns) -> dict[str, float]:
+        started = time.perf_counter()
+        sums: Sums = {}
+        for batch in batches:
+            sums = add_sums(sums, self._backward(batch.to(self.device), columns))
+        norm = clip_gradients(self.model.parameters(), self.args.max_grad_norm, self.ranks)
+        lr = learning_rate(self.step, self.total_steps, self.peak_lr, self.args)
+        set_learning_rate(self.optimizer, lr)
+        if math.isfinite(norm):
+            self.optimizer.step()
+        else:
+            logger.error("optimizer step %d is left out: its gradient norm is %s", self.step, norm)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        facts = StepFacts(
+            role=self.role,
+            versions=columns.versions[np.concatenate([batch.tokens.numpy() for batch in batches])],
+            version=self.version,
+            nodes=sum(batch.num_nodes for batch in batches),
+            places=sum(batch.input_ids.numel() for batch in batches),
+            grad_norm=norm,
+            lr=lr,
+            seconds=time.perf_counter() - started,
+        )
+        return step_metrics(sums, facts, self.ranks)
+
+    def _backward(self, batch: MicroBatch, columns: TokenColumns) -> Sums:
+        first, second = forward.run(self.model, batch)
+        if self.role == "critic":
+            loss, sums = critic_loss(first, columns, batch.tokens, self.args)
+        else:
+            loss, sums = actor_loss(first, second, columns, batch.tokens, self.args)
+        loss.backward()
+        return sums
+
+    # ---- saving
+
+    def save(self, rollout_id: int, directory: str, force_sync: bool) -> None:
+        """Write this role's part of the checkpoint in `directory`; unless forced, training may go on while it is written."""
+        progress = Progress(rollout_id, self.step, self.version)
+        self.checkpointer.save(Path(directory) / self.role, progress, force_sync)
+
+    def wait_for_save(self) -> None:
+        self.checkpointer.wait()
+
+    def export_hf(self, path: str) -> None:
+        """A Hugging Face checkpoint of the actor's weights in --dtype."""
+        assert self.role == "actor", "a critic has no Hugging Face form"
+        export(self.model, self.source, Path(path), self.dtype, self.ranks)
+
+    # ---- memory
+
+    def offload(self) -> None:
+        """Weights and optimizer state leave the device."""
+        offload.move(self.model, self.optimizer, torch.device("cpu"))
+        if self.reference is not None:
+            offload.move(self.reference, None, torch.device("cpu"))
+
+    def onload(self) -> None:
+        offload.move(self.model, self.optimizer, self.device)
+        if self.reference is not None:
+            offload.move(self.reference, None, self.device)
+
+    def dispose(self) -> None:
+        """Finish what is being saved, leave the group. Idempotent."""
+        self.checkpointer.wait()
+        self.ranks.leave()
