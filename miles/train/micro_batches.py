@@ -44,9 +44,17 @@ class MicroBatch:
     def to(self, device: torch.device) -> MicroBatch:
         if device.type == "cpu":
             return self
-        names = ("input_ids", "position_ids", "mask", "states", "state_of", "targets", "edge_of", "tokens")
-        moved = {name: None if (value := getattr(self, name)) is None else value.to(device, non_blocking=True) for name in names}
-        return MicroBatch(**moved, num_nodes=self.num_nodes)
+        return MicroBatch(
+            input_ids=self.input_ids.to(device),
+            position_ids=self.position_ids.to(device),
+            mask=None if self.mask is None else self.mask.to(device),
+            states=self.states.to(device),
+            state_of=self.state_of.to(device),
+            targets=self.targets.to(device),
+            edge_of=self.edge_of.to(device),
+            tokens=self.tokens.to(device),
+            num_nodes=self.num_nodes,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,10 +23,11 @@ from miles.train.micro_batches import MicroBatch, PackingRule, pack
 from miles.train.model import PolicyModel, TrainedModel, ValueModel, hidden_size, load_causal_lm
 from miles.train.old_actor import OldActor
 from miles.train.optimizer import build_adamw, clip_gradients, learning_rate, set_learning_rate
+from miles.train.publish import Publisher
 from miles.train.random_model import resolve_checkpoint
 from miles.train.sharding import needs_sharding, shard
 from miles.train.targets import TokenColumns, fill_gae, normalize, token_columns
-from miles.types import ObjectRef, Role, TrainResult, TrainShare
+from miles.types import ObjectRef, PublishPlan, Role, TrainResult, TrainShare
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class Trainer:
             dense_mask=not args.attn_implementation.startswith("flash"),
             hidden_size=hidden_size(self.model.hf),
         )
+        self.publisher = Publisher(self.model, args, self.dtype, self.ranks)
         restored = None
         if args.load is not None:
             progress = self.checkpointer.load(newest_complete(args.load, self.role))
@@ -204,6 +206,36 @@ class Trainer:
         loss.backward()
         return sums
 
+    # ---- publishing
+
+    def plan_publish(self, version: int, num_receivers: int = 1, one_host: bool = True) -> PublishPlan:
+        """Open a publish. All ranks call the four methods of a publish, as shards are gathered; rank 0 sends.
+
+        Args:
+            num_receivers: engines that take part.
+            one_host: whether all of them are on this host.
+        """
+        return self.publisher.plan(version, num_receivers, one_host)
+
+    def send_bucket(self, index: int) -> None:
+        self.publisher.send_bucket(index)
+
+    def end_publish(self) -> dict[str, str]:
+        """Returns the checksums of what was sent, by name; {} on ranks other than 0 and when verification is off."""
+        version, checksums = self.publisher.end()
+        self.version = version
+        if self.old_actor is not None:
+            self.old_actor.refresh()
+        return checksums
+
+    def abort_publish(self) -> None:
+        """Called instead of end_publish when a publish failed. Idempotent."""
+        self.publisher.abort()
+
+    def weights_checksum(self) -> dict[str, str]:
+        """Checksum of every weight as a publish would send it, by name; {} on ranks other than 0."""
+        return self.publisher.checksum_all()
+
     # ---- saving
 
     def save(self, rollout_id: int, directory: str, force_sync: bool) -> None:
@@ -235,4 +267,10 @@ class Trainer:
     def dispose(self) -> None:
         """Finish what is being saved, leave the group. Idempotent."""
         self.checkpointer.wait()
+        self.publisher.dispose()
         self.ranks.leave()
+
+
+def _with_any(samples: list[int], column: np.ndarray, offsets: np.ndarray) -> list[int]:
+    """Those samples that have a token at which `column` is not 0."""
+    return [sample for sample in samples if column[offsets[sample] : offsets[sample + 1]].any()]

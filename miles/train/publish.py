@@ -1,0 +1,71 @@
+"""The trainer's part in a publish: gathers shards bucket by bucket, and sends them from rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from miles.config.run_config import RunConfig
+from miles.train.mesh import Ranks
+from miles.train.model import TrainedModel
+from miles.train.sharding import full, hf_tensors
+from miles.types import PublishPlan
+from miles.weights.buckets import NamedShape
+from miles.weights.checksum import checksum, kind_for
+from miles.weights.sender import WeightPublisher
+
+
+class Publisher:
+    """All ranks call every method, in the same order. No rank holds more than one bucket of full tensors."""
+
+    def __init__(self, model: TrainedModel, args: RunConfig, dtype: torch.dtype, ranks: Ranks) -> None:
+        self.model, self.ranks, self.dtype = model, ranks, dtype
+        self._parameters = dict(hf_tensors(model))
+        shapes: list[NamedShape] = [(name, dtype, tuple(parameter.shape)) for name, parameter in self._parameters.items()]
+        self._publisher = WeightPublisher(shapes, args, ranks.device)
+        self._version: int | None = None
+
+    def plan(self, version: int, num_receivers: int, one_host: bool) -> PublishPlan:
+        self._version = version
+        if self.ranks.rank == 0:
+            return self._publisher.plan(version, num_receivers=num_receivers, one_host=one_host)
+        return PublishPlan(version, "", self._publisher.buckets, (), {}, "")
+
+    def send_bucket(self, index: int) -> None:
+        tensors = self._gather([spec.name for spec in self._publisher.buckets[index]])
+        if self.ranks.rank == 0:
+            self._publisher.send_bucket(index, tensors)
+        else:
+            for _ in tensors:
+                pass
+
+    def _gather(self, names: list[str]) -> Iterator[tuple[str, Tensor]]:
+        for name in names:
+            shard = self._parameters[name].detach()
+            # shards travel in the type of the wire: half the bytes for bfloat16, and the same rounding
+            yield name, full(shard.to(self.dtype)).to(self.ranks.device)
+
+    def end(self) -> tuple[int, dict[str, str]]:
+        """The version that was published, and rank 0's checksums."""
+        assert self._version is not None, "no publish is open"
+        version, self._version = self._version, None
+        checksums = self._publisher.checksums() if self.ranks.rank == 0 else {}
+        self._publisher.close()
+        return version, checksums
+
+    def abort(self) -> None:
+        self._version = None
+        self._publisher.close()
+
+    def checksum_all(self) -> dict[str, str]:
+        kind = kind_for(self.ranks.device)
+        sums = {}
+        for name, tensor in self._gather(list(self._parameters)):
+            if self.ranks.rank == 0:
+                sums[name] = checksum(tensor, kind)
+        return sums
+
+    def dispose(self) -> None:
+        self._publisher.dispose()
