@@ -23,8 +23,8 @@ def load_causal_lm(path: str, args: ModelSection, dtype: torch.dtype = torch.flo
         raise ValueError(f"--hf-checkpoint: no model directory at {path}")
     config = AutoConfig.from_pretrained(path, trust_remote_code=args.trust_remote_code)
     check_supported(config)
-    for name in vars(config):
-        if "dropout" in name and isinstance(getattr(config, name), float):
+    for name, value in config.to_dict().items():
+        if "dropout" in name and isinstance(value, float):
             setattr(config, name, 0.0)
     model = AutoModelForCausalLM.from_pretrained(
         path, config=config, dtype=dtype, attn_implementation=args.attn_implementation, trust_remote_code=args.trust_remote_code
@@ -39,17 +39,18 @@ def load_causal_lm(path: str, args: ModelSection, dtype: torch.dtype = torch.flo
 
 
 def check_supported(config: PreTrainedConfig) -> None:
-    if getattr(config, "final_logit_softcapping", None):
+    known = config.to_dict()
+    if known.get("final_logit_softcapping"):
         raise ValueError("--hf-checkpoint: models with a soft cap on their logits are not supported")
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    kinds = set(known.get("layer_types") or ["full_attention"])
     if odd := kinds - {"full_attention", "sliding_attention"}:
         raise ValueError(f"--hf-checkpoint: layers of kind {sorted(odd)} cannot be packed exactly and are not supported")
 
 
 def logit_scale(config: PreTrainedConfig) -> float:
     """Some families multiply or divide their logits by a constant."""
-    scale = getattr(config, "logit_scale", None)
-    divisor = getattr(config, "logits_scaling", None)
+    known = config.to_dict()
+    scale, divisor = known.get("logit_scale"), known.get("logits_scaling")
     return (1.0 if scale is None else float(scale)) / (1.0 if divisor is None else float(divisor))
 
 
@@ -137,6 +138,5 @@ class ValueModel(TrainedModel):
 
 def sliding_window(config: PreTrainedConfig) -> int | None:
     """Width of the sliding window, for models that have layers with one."""
-    if "sliding_attention" not in (getattr(config, "layer_types", None) or []):
-        return None
-    return getattr(config, "sliding_window", None)
+    known = config.to_dict()
+    return known.get("sliding_window") if "sliding_attention" in (known.get("layer_types") or []) else None
