@@ -1,0 +1,1 @@
+"""Inference engines, and the router that spreads requests over them."""

@@ -1,0 +1,86 @@
+"""The engine's heart, used by one thread: requests in, one step after another, finished sequences out."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import torch
+from transformers import PreTrainedModel
+
+from miles.engines.embedded.attention import Batch
+from miles.engines.embedded.cache import SlotCache
+from miles.engines.embedded.model import forward, probe_cache
+from miles.engines.embedded.sampling import Draw, sample
+from miles.engines.embedded.scheduler import Plan, Scheduler
+from miles.engines.embedded.sequence import Sequence
+from miles.engines.embedded.stopping import Stopping
+
+
+class Decoder:
+    """Continuous batching over one model."""
+
+    def __init__(self, model: PreTrainedModel, stopping: Stopping, *, max_running: int, max_context: int, prefill_tokens: int) -> None:
+        self.model = model
+        self.stopping = stopping
+        self.max_context = max_context
+        self.cache = SlotCache(probe_cache(model), max_running, max_context)
+        self.scheduler = Scheduler(self.cache, max_running, prefill_tokens)
+        self.version = 0
+        self._poisoned = False
+        self.num_sampled = 0
+        self.last_progress = time.monotonic()
+
+    @torch.inference_mode()
+    def step(self) -> list[Sequence]:
+        """One forward pass, at most one token for each sequence. Returns the sequences that it ended."""
+        plan = self.scheduler.plan()
+        if not plan:
+            return []
+        rows = self._compute(plan)
+        self.scheduler.computed(plan)
+        for sequence, token, logprob in rows:
+            self._append(sequence, token, logprob)
+        self.last_progress = time.monotonic()
+        self.num_sampled += len(rows)
+        return self.scheduler.retire()
+
+    def _append(self, sequence: Sequence, token: int, logprob: float) -> None:
+        if math.isfinite(logprob):
+            sequence.append(token, logprob, self.version)
+            self.stopping.check(sequence)
+        else:
+            self._poisoned = True
+            place = f"token {sequence.num_written} of request {sequence.request.request_id}"
+            sequence.failure = FloatingPointError(f"the model's logits for {place} are not finite (weight version {self.version})")
+
+    def weights_changed(self, version: int) -> None:
+        """The model computes with other weights from here on. Caches that are kept count as stale."""
+        self.version = version
+        self.scheduler.weights_changed()
+        if self._poisoned:  # masked or not, a NaN in the cache spoils what reads it (0 x NaN)
+            self.drop_cache()
+            self.cache.allocate()
+            self._poisoned = False
+
+    def drop_cache(self) -> None:
+        """Give the cache's memory back; running sequences will be prefilled anew."""
+        self.scheduler.forget_cache()
+        self.cache.release()
+
+    def _compute(self, plan: Plan) -> list[tuple[Sequence, int, float]]:
+        """Forward and sample: (sequence, token, log-prob) of every chunk that reaches its sequence's end."""
+        token_ids: list[int] = []
+        ready: list[Sequence] = []
+        keep: list[int] = []
+        for chunk in plan.decodes + plan.prefills:
+            sequence = self.scheduler.running[chunk.slot]
+            token_ids += sequence.tokens[chunk.start : chunk.end]
+            if chunk.end == len(sequence.tokens):
+                ready.append(sequence)
+                keep.append(len(token_ids) - 1)
+        logits = forward(self.model, token_ids, Batch.plan(self.cache, plan.decodes, plan.prefills), keep)
+        if not ready:
+            return []
+        tokens, logprobs = sample(logits, [Draw(row.request.sampling, row.num_written) for row in ready])
+        return list(zip(ready, tokens, logprobs, strict=True))

@@ -1,0 +1,97 @@
+"""One request inside the engine: its tokens so far, and how much of it lies in the cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from miles.types import Completion, FinishReason, GenerateRequest, VersionSpan
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request and the tokens written for it. Its slot in the cache is its place in `Scheduler.running`.
+
+    The next token can be sampled once all but none of `tokens` are cached: one missing token is a decode step, more are
+    a prefill. A retracted sequence simply has `cached` 0 again.
+    """
+
+    request: GenerateRequest
+    max_tokens: int  # prompt and response
+    stop_ids: frozenset[int]
+    tokens: list[int] = field(default_factory=list)  # prompt, then response
+    logprobs: list[float] = field(default_factory=list)  # [response tokens]
+    spans: list[VersionSpan] = field(default_factory=list)
+    finish: FinishReason | None = None
+    failure: Exception | None = None  # why there can be no completion
+    number: int = -1  # order of admission
+    prompt_hash: int = 0
+    cached: int = 0  # leading tokens whose keys and values lie in the slot
+    stale: int = 0  # of these, the leading ones computed with older weights than the current
+    stale_read: int = 0  # most stale tokens that a sampled token has read
+    reused: int = 0  # prompt tokens whose keys and values were copied from another slot
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.input_ids)
+        self.prompt_hash = hash(tuple(self.tokens))
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.request.input_ids)
+
+    @property
+    def done(self) -> bool:
+        return self.finish is not None or self.failure is not None
+
+    @property
+    def num_written(self) -> int:
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def missing(self) -> int:
+        """Tokens whose keys and values must be computed before the next one can be sampled."""
+        return len(self.tokens) - self.cached
+
+    def append(self, token: int, logprob: float, version: int) -> None:
+        place = self.num_written
+        if self.spans and self.spans[-1].version == version:
+            self.spans[-1] = self.spans[-1]._replace(end=place + 1)
+        else:
+            self.spans.append(VersionSpan(place, place + 1, version))
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.stale_read = max(self.stale_read, self.stale)
+
+    def forget_cache(self) -> None:
+        self.cached = self.stale = 0
+
+    def completion(self) -> Completion:
+        assert self.finish is not None
+        return Completion(
+            request_id=self.request.request_id,
+            token_ids=self.tokens[self.prompt_length :],
+            logprobs=self.logprobs,
+            finish_reason=self.finish,
+            version_spans=self.spans,
+            cached_tokens=self.reused,
+            stale_cache_tokens=self.stale_read,
+        )
+
+
+def shared_prefix(left: Sequence, right: Sequence) -> int:
+    """Leading tokens that two sequences have in common, 0 when nothing says that they are related."""
+    related = left.prompt_hash == right.prompt_hash or (left.request.affinity and left.request.affinity == right.request.affinity)
+    return common_length(left.tokens, right.tokens) if related else 0
+
+
+def common_length(left: list[int], right: list[int]) -> int:
+    """Length of the common prefix, by halving: list comparison runs at the speed of C."""
+    low, high = 0, min(len(left), len(right))
+    if left[:high] == right[:high]:
+        return high
+    while low < high:
+        middle = (low + high + 1) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

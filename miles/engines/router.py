@@ -1,0 +1,184 @@
+"""Spreads requests over engines: siblings and turns together, the rest where there is room."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from miles.protocols import Engine
+from miles.types import Completion, FinishReason, GenerateRequest
+
+logger = logging.getLogger(__name__)
+
+REMEMBERED = 4096
+"""Affinities whose engine is remembered; the longest unused is forgotten first."""
+
+
+class NoEngineError(RuntimeError):
+    """No engine is left that could serve a request."""
+
+
+@dataclass(slots=True)
+class _Place:
+    """One engine and what the router has sent it."""
+
+    engine: Engine
+    live: bool = True
+    running: int = 0  # let in and not answered
+    queue: OrderedDict[str, asyncio.Future[bool]] = field(default_factory=OrderedDict)  # waiting for room: True to go, False when aborted
+
+    @property
+    def load(self) -> int:
+        return self.running + len(self.queue)
+
+
+class Router:
+    """Sends each request to one engine and comes back with its completion.
+
+    A new affinity goes to the least busy live engine (the lowest index among equals), and stays there. At most `max_running` requests are
+    inside one engine at once; the others wait here, in order. Requests of a wave carry their engine's index: the caller
+    places them (`engine_for`), as their number must be known before the first is sent; they are not held back, as a wave
+    starts only when it is complete, and not retried elsewhere, as their wave is lost with its engine.
+
+    Args:
+        engines: in the order of their indices.
+        max_running: requests inside one engine at once.
+        retries: times that a request is sent to another engine after one failed under it.
+    """
+
+    def __init__(self, engines: Sequence[Engine], max_running: int = 256, retries: int = 2) -> None:
+        if not engines:
+            raise ValueError("a router needs at least one engine")
+        self._places = [_Place(engine) for engine in engines]
+        self._max_running = max_running
+        self._retries = retries
+        self._homes: OrderedDict[str, int] = OrderedDict()  # affinity -> engine index
+        self._sent: dict[str, int] = {}  # request id -> engine index
+        self._changed = asyncio.Event()
+
+    @property
+    def num_engines(self) -> int:
+        return len(self._places)
+
+    def engine_for(self, position: int) -> int:
+        """The engine index of the group at this position of a wave: live engines in turn."""
+        live = self.live
+        if not live:
+            raise NoEngineError("no engine is live")
+        return live[position % len(live)]
+
+    @property
+    def live(self) -> list[int]:
+        return [index for index, place in enumerate(self._places) if place.live]
+
+    def mark(self, index: int, *, live: bool) -> None:
+        """Told by whoever watches the engines: an engine that is not live gets nothing new; what it has is left to it."""
+        self._places[index].live = live
+
+    def in_flight(self) -> dict[str, int]:
+        """Request id -> index of the engine that has it."""
+        return dict(self._sent)
+
+    async def generate(self, request: GenerateRequest, engine_index: int | None = None) -> Completion:
+        """One completion.
+
+        Args:
+            engine_index: the engine to use; needed for a request with a wave.
+
+        Raises:
+            ValueError: the request can never work; it is not tried elsewhere.
+            NoEngineError: no live engine is left.
+            RuntimeError, OSError: what the last engine failed with, once the retries are used up.
+        """
+        assert engine_index is not None or request.wave is None, "who sends a wave chooses the engines"
+        if engine_index is not None:
+            return await self._send(engine_index, request)
+        tried: list[int] = []
+        while True:
+            index = self._choose(request.affinity, tried)
+            try:
+                return await self._send(index, request)
+            except (RuntimeError, OSError) as error:  # the engine, not the request: a dead worker, a lost connection, a step that failed
+                tried.append(index)
+                self._homes.pop(request.affinity, None)
+                if len(tried) > self._retries or not set(self.live) - set(tried):
+                    raise
+                logger.warning("engine %d failed under request %s (%r); trying another", index, request.request_id, error)
+
+    async def abort(self, request_ids: Iterable[str] | None = None) -> int:
+        """Cut requests off (None: all). Returns how many were; an engine that fails at this counts none."""
+        chosen = None if request_ids is None else set(request_ids)
+        cut = sum(self._abort_queued(place, chosen) for place in self._places)
+        by_engine: dict[int, list[str]] = {}
+        for request_id, index in self._sent.items():
+            if chosen is None or request_id in chosen:
+                by_engine.setdefault(index, []).append(request_id)
+        calls = [self._places[index].engine.abort(ids) for index, ids in by_engine.items()]
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        for index, result in zip(by_engine, results, strict=True):
+            if isinstance(result, BaseException):
+                logger.warning("engine %d could not abort: %r", index, result)
+        return cut + sum(result for result in results if isinstance(result, int))
+
+    def _abort_queued(self, place: _Place, chosen: set[str] | None) -> int:
+        going = [go for request_id, go in place.queue.items() if (chosen is None or request_id in chosen) and not go.done()]
+        for go in going:
+            go.set_result(False)
+        return len(going)
+
+    def _choose(self, affinity: str, tried: list[int]) -> int:
+        home = self._homes.get(affinity) if affinity else None
+        if home is not None and self._places[home].live and home not in tried:
+            self._homes.move_to_end(affinity)
+            return home
+        candidates = [index for index in self.live if index not in tried]
+        if not candidates:
+            raise NoEngineError("no engine is live")
+        index = min(candidates, key=lambda candidate: self._places[candidate].load)
+        if affinity:
+            self._homes[affinity] = index
+            if len(self._homes) > REMEMBERED:
+                self._homes.popitem(last=False)
+        return index
+
+    async def _send(self, index: int, request: GenerateRequest) -> Completion:
+        """Wait for room in an engine, then ask it. Whoever leaves lets the next one in."""
+        place, request_id = self._places[index], request.request_id
+        if request.wave is not None:
+            place.running += 1
+        elif not await self._enter(place, request_id):
+            return Completion(request_id, [], [], FinishReason.ABORT, [])
+        self._sent[request_id] = index
+        try:
+            return await place.engine.generate(request)
+        finally:
+            del self._sent[request_id]
+            self._leave(place)
+
+    async def _enter(self, place: _Place, request_id: str) -> bool:
+        """Wait in order until there is room, and take it. False: aborted meanwhile."""
+        go = place.queue[request_id] = asyncio.get_running_loop().create_future()
+        self._let_in(place)
+        try:
+            return await go
+        except asyncio.CancelledError:
+            if go.done() and not go.cancelled() and go.result():
+                self._leave(place)
+            raise
+        finally:
+            del place.queue[request_id]
+
+    def _leave(self, place: _Place) -> None:
+        place.running -= 1
+        self._let_in(place)
+
+    def _let_in(self, place: _Place) -> None:
+        for go in place.queue.values():
+            if place.running >= self._max_running:
+                return
+            if not go.done():
+                place.running += 1
+                go.set_result(True)
