@@ -1,0 +1,139 @@
+"""All ranks of one role as one object."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, cast
+
+from miles.config.run_config import RunConfig
+from miles.protocols import Engine
+from miles.ray import weight_update
+from miles.ray.guard import Interrupted
+from miles.ray.run import Run
+from miles.ray.worker_handle import WorkerHandle
+from miles.ray.worker_manager import all_or_first_error
+from miles.tracking import tracking
+from miles.types import ObjectRef, Role, RolloutDataRef, TrainOutputRef, TrainResult
+
+logger = logging.getLogger(__name__)
+
+
+class TrainGroup:
+    """Lives in the driver. Every call goes to all ranks at once and returns when all have done it."""
+
+    def __init__(self, args: RunConfig, run: Run, role: Role, ranks: Sequence[WorkerHandle]) -> None:
+        self.args, self.role, self.ranks = args, role, list(ranks)
+        self._run = run
+        self._saving: int | None = None  # the rollout whose asynchronous save may not be on disk yet
+        self._on_trained: Callable[[int, int], Awaitable[None]] | None = None
+
+    def on_trained(self, callback: Callable[[int, int], Awaitable[None]]) -> None:
+        """`callback(rollout_id, step)` is awaited when a rollout's training is done, for all roles."""
+        self._on_trained = callback
+
+    async def init(self) -> list[int | None]:
+        """Load the model, or restore it. Returns each rank's restored rollout id."""
+        address, port = await self.ranks[0].worker_port()
+        restored: list[int | None] = await self._all("init", address, port)
+        return restored
+
+    async def train(self, rollout_id: int, data_ref: RolloutDataRef, external_data: TrainOutputRef | None = None) -> TrainOutputRef | None:
+        """Make one rollout's optimizer steps. The critic returns its values; the actor takes them as `external_data`."""
+        await self._run.guard.halt_if_asked()
+        values: Sequence[ObjectRef | None] = external_data.shares if external_data is not None else [None] * len(self.ranks)
+        assert len(data_ref.shares) == len(values) == len(self.ranks), "one share for each rank"
+        calls = [rank.train(rollout_id, share, value) for rank, share, value in zip(self.ranks, data_ref.shares, values, strict=True)]
+        self._run.training = True
+        try:
+            with tracking.timeline().span(self.role, "train", rollout_id=rollout_id):
+                results = cast(list[TrainResult], await self._run.guard.watch(all_or_first_error(calls)))
+            for place, metrics in enumerate(results[0].metrics_per_step):
+                tracking.log(metrics, rollout_id, results[0].step - len(results[0].metrics_per_step) + place + 1)
+            await self._settle_save()
+            if self._closes(rollout_id):
+                await self._rollout_trained(rollout_id, results[0].step)
+        finally:
+            self._run.training = False
+        if self.role == "actor":
+            return None
+        shares = [cast(ObjectRef, result.values) for result in results]
+        self._run.manager.store.adopt(shares)
+        return TrainOutputRef(rollout_id, shares)
+
+    def _closes(self, rollout_id: int) -> bool:
+        """Whether this is the last training of that rollout."""
+        return self.role == "actor" or rollout_id < self.args.num_critic_only_steps
+
+    async def _rollout_trained(self, rollout_id: int, step: int) -> None:
+        run = self._run
+        run.trained_through = rollout_id
+        if self._on_trained is not None:
+            await self._on_trained(rollout_id, step)
+        if (rollout_id + 1) % self.args.update_weights_interval:
+            log_step(rollout_id)
+        if run.guard.signum is None:
+            return
+        saved = ""
+        if self.args.save_on_signal and run.save_all is not None:
+            await run.save_all(rollout_id)
+            saved = f"; rollout {rollout_id} is saved in {run.checkpoints.folder(rollout_id)}"
+        error = Interrupted(run.guard.signum, saved)
+        run.guard.fail(error)
+        raise error
+
+    async def update_weights(self, engines: Sequence[Engine], rollout_id: int | None = None) -> int:
+        """Publish the current weights to `engines`, proved by checksums. Returns their version."""
+        version = weight_update.version_after(self.args, rollout_id)
+        with tracking.timeline().span("actor", "publish", **({} if rollout_id is None else {"rollout_id": rollout_id})):
+            await weight_update.move(self.args, self.ranks, engines, version)
+        return version
+
+    async def save_model(self, rollout_id: int, force_sync: bool) -> None:
+        """Save this role's part; unless forced, training may go on while it is written. Waits for the save before it."""
+        folder = self._run.checkpoints.begin(rollout_id)
+        with tracking.timeline().span(self.role, "save"):
+            await self._settle_save()
+            await self._all("save", rollout_id, folder, force_sync)
+            if self.role == "actor" and self.args.save_hf:
+                await self.export_hf(rollout_id, f"{folder}/hf")
+        self._saving = rollout_id
+        if force_sync:
+            await self._settle_save()
+
+    async def _settle_save(self) -> None:
+        """Make sure that the asynchronous save is on disk, and say so."""
+        if self._saving is not None:
+            await self._all("wait_for_save")
+            saved, self._saving = self._saving, None
+            self._run.checkpoints.written(saved, self.role)
+
+    async def export_hf(self, rollout_id: int, path: str) -> None:
+        """Write a Hugging Face checkpoint of the current weights."""
+        logger.info("exporting the weights after rollout %d to %s", rollout_id, path)
+        await self._all("export_hf", path)
+
+    async def onload(self) -> None:
+        await self._all("onload")
+
+    async def offload(self) -> None:
+        await self._all("offload")
+
+    async def dispose(self) -> None:
+        """Finish what is being saved, and end the ranks. Idempotent."""
+        try:
+            await self._settle_save()
+        finally:
+            await asyncio.gather(*(self._run.manager.dispose_worker(rank) for rank in self.ranks))
+
+    async def _all(self, method: str, *args: Any) -> list[Any]:
+        calls = [getattr(rank, method)(*args) for rank in self.ranks]
+        return await self._run.guard.watch(all_or_first_error(calls))
+
+
+def log_step(rollout_id: int) -> None:
+    """The perf/* of a rollout whose training, and publish where one was due, are done."""
+    metrics = tracking.timeline().step_metrics(rollout_id)
+    if metrics:
+        tracking.log(metrics, rollout_id)

@@ -1,0 +1,135 @@
+"""The publish: trainers' weights to the engines, in buckets, proved by checksums."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Sequence
+from typing import Any, Protocol
+
+from miles.config.run_config import RunConfig
+from miles.protocols import Engine
+from miles.ray import run as runs
+from miles.ray.worker_handle import WorkerDied, WorkerHandle
+from miles.ray.worker_manager import all_or_first_error
+from miles.types import PublishPlan
+from miles.weights.compare import compare_checksums
+
+logger = logging.getLogger(__name__)
+
+
+class Publisher(Protocol):
+    """The actor, as a publish sees it."""
+
+    async def update_weights(self, engines: Sequence[Engine], rollout_id: int | None = None) -> int: ...
+
+
+class Executor(Protocol):
+    async def set_weight_version(self, version: int) -> None: ...
+
+
+class Controller(Protocol):
+    async def start_update_weights(self) -> Sequence[Engine]: ...
+
+    async def end_update_weights(self, weight_version: int) -> None: ...
+
+    async def abort_update_weights(self) -> None: ...
+
+
+class EngineLost(RuntimeError):
+    """An engine died in the middle of a publish; the others can go on without it."""
+
+
+def version_after(args: RunConfig, rollout_id: int | None) -> int:
+    """The version of the publish after `rollout_id`; None: of the first one of this process.
+
+    Version 1 is the first publish of a run. A resumed run counts on where an uninterrupted one would be.
+    """
+    done = (args.start_rollout_id or 0) if rollout_id is None else rollout_id + 1
+    return done // args.update_weights_interval + 1
+
+
+async def update_weights(
+    args: RunConfig, actor: Publisher, executor: Executor, controller: Controller, rollout_id: int | None = None
+) -> None:
+    """One publish: engines paused, weights moved and compared, engines resumed, the executor told.
+
+    A failed one is tried again up to `publish_retries` times; engines that died on the way are left to the controller.
+    """
+    guard = runs.current().guard
+    await guard.halt_if_asked()
+    failures = 0
+    while True:
+        engines = await guard.watch(controller.start_update_weights())
+        try:
+            async with asyncio.timeout(args.publish_timeout):
+                version = await guard.watch(actor.update_weights(engines, rollout_id))
+            break
+        except EngineLost as error:
+            logger.warning("publishing again without a lost engine: %s", error)
+            await controller.abort_update_weights()
+        except Exception as error:
+            await controller.abort_update_weights()
+            failures += 1
+            if failures > args.publish_retries or isinstance(error, WorkerDied):
+                if isinstance(error, TimeoutError) and not str(error):
+                    limit = f"{args.publish_timeout:g} s (--publish-timeout)"
+                    raise TimeoutError(f"a publish took longer than {limit}\n{await runs.current().manager.stacks()}") from error
+                raise
+            logger.warning("a publish failed and is tried again (%d of %d): %s", failures, args.publish_retries, error)
+    await guard.watch(controller.end_update_weights(version))
+    await executor.set_weight_version(version)
+
+
+async def move(args: RunConfig, trainers: Sequence[WorkerHandle], engines: Sequence[Engine], version: int) -> None:
+    """Move all buckets and compare both ends. After a failure both ends have been told to give up."""
+    try:
+        plans: list[PublishPlan] = await all_or_first_error([trainer.plan_publish(version, len(engines)) for trainer in trainers])
+        plan = plans[0]
+        await _on_engines([engine.begin_update(plan, place) for place, engine in enumerate(engines)])
+        await (_side_by_side if plan.concurrent else _one_after_the_other)(plan, trainers, engines)
+        sums = (await all_or_first_error([trainer.end_publish() for trainer in trainers]))[0]
+        received = await _on_engines([engine.end_update() for engine in engines])
+        if args.verify_weight_updates:
+            for place, table in enumerate(received):
+                comparison = compare_checksums(sums, table)
+                if not comparison.equal:
+                    raise RuntimeError(f"weights of version {version} arrived wrong at engine {place} of {len(engines)}: {comparison}")
+    except BaseException:
+        ends = [trainer.abort_publish() for trainer in trainers] + [engine.abort_update() for engine in engines]
+        await asyncio.gather(*ends, return_exceptions=True)
+        raise
+
+
+async def _side_by_side(plan: PublishPlan, trainers: Sequence[WorkerHandle], engines: Sequence[Engine]) -> None:
+    for index in range(len(plan.buckets)):
+        receiving = asyncio.ensure_future(_on_engines([engine.receive_bucket(index) for engine in engines]))
+        await all_or_first_error([trainer.send_bucket(index) for trainer in trainers] + [_result_of(receiving)])
+
+
+async def _one_after_the_other(plan: PublishPlan, trainers: Sequence[WorkerHandle], engines: Sequence[Engine]) -> None:
+    """While the engines read bucket i, the trainers fill bucket i + 1: two buffers are enough."""
+    reading: asyncio.Future[Any] | None = None
+    try:
+        for index in range(len(plan.buckets)):
+            await all_or_first_error([trainer.send_bucket(index) for trainer in trainers])
+            if reading is not None:
+                await reading
+            reading = asyncio.ensure_future(_on_engines([engine.receive_bucket(index) for engine in engines]))
+        if reading is not None:
+            await reading
+    finally:
+        if reading is not None and not reading.done():
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+
+
+async def _result_of(future: asyncio.Future[Any]) -> Any:
+    return await future
+
+
+async def _on_engines(calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+    try:
+        return await all_or_first_error(calls)
+    except WorkerDied as error:
+        raise EngineLost(str(error)) from error

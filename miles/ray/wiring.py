@@ -1,0 +1,211 @@
+"""Puts a run together and takes it apart: the specs of its workers, the launch, the shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import subprocess
+import sys
+from typing import Any
+
+import ray
+
+from miles.config.run_config import RunConfig
+from miles.ray import run as runs
+from miles.ray.checkpoints import Checkpoints, newest
+from miles.ray.cluster import Cluster
+from miles.ray.guard import RunGuard
+from miles.ray.run import Run
+from miles.ray.worker_manager import WorkerManager
+from miles.ray.worker_spec import Limit, WorkerSpec
+from miles.types import Role
+
+logger = logging.getLogger(__name__)
+
+EXECUTOR = "executor"
+_MODEL_SETTINGS = ("hf_checkpoint", "ref_checkpoint", "critic_checkpoint")
+# glibc hands large blocks back at once; a training step then spends half its time on page faults.
+_TRAINER_MALLOC = "glibc.malloc.mmap_threshold=8589934592:glibc.malloc.trim_threshold=17179869184"
+_SLACK = 30.0  # seconds: a worker's own limit, which knows more, comes first
+
+
+def launch(args: RunConfig) -> Run:
+    """Start what workers live in, and the guard that ends it all whatever happens. Called from the driver's event loop."""
+    models = _RandomModels(args)
+    try:
+        cluster = None if args.in_process else Cluster(args.ray_address, _cpus_needed(args))
+    except BaseException:
+        models.stop()
+        raise
+    manager = WorkerManager(f"{args.run_dir}/logs", args.shutdown_timeout, args.log_level, cluster)
+    run = Run(args, manager, RunGuard(), Checkpoints(args.checkpoint_dir, args.keep_checkpoints))
+    runs.set_current(run)
+    run.guard.install(lambda: _save_on_signal(run))
+    run.keeper = asyncio.get_running_loop().create_task(_keep(run), name="keeper of the run")
+    run.resolved = {"device": _device(args, cluster), **models.paths()}
+    if args.load is not None:
+        run.resolved["load"] = str(newest(args.load))
+    return run
+
+
+async def shutdown_worker_manager(manager: WorkerManager | None) -> None:
+    """End all workers and Ray, and give the signals back. None is fine; so is a second call."""
+    if manager is None:
+        return
+    await manager.shutdown()
+    run = runs.current_or_none()
+    if run is not None and run.manager is manager:
+        run.guard.restore()
+        runs.set_current(None)
+        if run.keeper is not None and run.keeper is not asyncio.current_task():
+            run.keeper.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await run.keeper
+
+
+async def _keep(run: Run) -> None:
+    """Waits for the loop's end, which cancels it: then whatever went wrong, everything is disposed before the loop closes."""
+    try:
+        await asyncio.Event().wait()
+    finally:
+        await shutdown_worker_manager(run.manager)
+
+
+async def _save_on_signal(run: Run) -> str:
+    """What a signal does between two trainings: save the last trained rollout, if that is asked for and not done."""
+    done = run.trained_through
+    if run.training:
+        await asyncio.Event().wait()  # the training's end saves, and fails the run
+    if not run.args.save_on_signal or run.save_all is None or done is None:
+        return ""
+    if run.checkpoints.last_complete != done:
+        await run.save_all(done)
+    return f"; rollout {done} is saved in {run.checkpoints.folder(done)}"
+
+
+def engine_specs(args: RunConfig) -> list[WorkerSpec]:
+    limits = {
+        "init": Limit(args.engine_start_timeout, "--engine-start-timeout"),
+        "generate": Limit(args.sample_timeout + _SLACK, "--sample-timeout"),
+        "health": Limit(args.health_timeout, "--health-timeout"),
+        "dispose": Limit(args.shutdown_timeout, "--shutdown-timeout"),
+    }
+    threads = {} if args.engine_threads is None and _uses_gpus(args) else {"OMP_NUM_THREADS": str(args.engine_threads or 1)}
+    return [
+        WorkerSpec(
+            name=f"engine-{index}",
+            cls="miles.engines.embedded.engine.EmbeddedEngine",
+            kwargs={"args": args, "name": f"engine-{index}"},
+            kind="engine",
+            num_cpus=args.cpus_per_engine,
+            num_gpus=_gpus(args, args.gpus_per_engine),
+            env=threads,
+            start=Limit(args.worker_start_timeout, "--worker-start-timeout"),
+            limits=limits,
+            default_limit=Limit(args.publish_timeout, "--publish-timeout"),
+        )
+        for index in range(args.num_engines)
+    ]
+
+
+def trainer_specs(args: RunConfig, role: Role, store: Any) -> list[WorkerSpec]:
+    publish = Limit(args.publish_timeout, "--publish-timeout")
+    limits = dict.fromkeys(("plan_publish", "send_bucket", "end_publish", "abort_publish"), publish)
+    limits["dispose"] = Limit(args.shutdown_timeout, "--shutdown-timeout")
+    threads = {} if args.trainer_threads is None and _uses_gpus(args) else {"OMP_NUM_THREADS": str(args.trainer_threads or 1)}
+    return [
+        WorkerSpec(
+            name=f"{role}-{rank}",
+            cls="miles.train.trainer.Trainer",
+            kwargs={"args": args, "role": role, "rank": rank, "world_size": args.num_trainers, "store": store},
+            kind=role,
+            apart=True,
+            num_cpus=args.cpus_per_trainer,
+            num_gpus=_gpus(args, args.gpus_per_trainer),
+            env={**threads, "GLIBC_TUNABLES": _TRAINER_MALLOC},
+            start=Limit(args.worker_start_timeout, "--worker-start-timeout"),
+            limits=limits,
+            default_limit=Limit(args.train_timeout, "--train-timeout"),
+        )
+        for rank in range(args.num_trainers)
+    ]
+
+
+def executor_spec(args: RunConfig, store: Any) -> WorkerSpec:
+    limits = {
+        "get": Limit(args.generate_timeout + _SLACK, "--generate-timeout"),
+        "eval": Limit(args.eval_timeout + _SLACK, "--eval-timeout"),
+        "dispose": Limit(args.shutdown_timeout, "--shutdown-timeout"),
+    }
+    return WorkerSpec(
+        name=EXECUTOR,
+        cls="miles.rollout.rollout_executor.RolloutExecutor",
+        kwargs={"args": args, "store": store},
+        kind="executor",
+        env={"OMP_NUM_THREADS": "1"},
+        start=Limit(args.worker_start_timeout, "--worker-start-timeout"),
+        limits=limits,
+    )
+
+
+def all_specs(run: Run) -> list[WorkerSpec]:
+    """Every worker that takes a slot, trainers first, so that rank 0 lies on the first GPU."""
+    args = run.worker_args()
+    roles: list[Role] = ["actor", "critic"] if args.use_critic else ["actor"]
+    trainers = [spec for role in roles for spec in trainer_specs(args, role, run.manager.store)]
+    return [*trainers, *engine_specs(args)]
+
+
+def _cpus_needed(args: RunConfig) -> float:
+    ranks = args.num_trainers * (2 if args.use_critic else 1)
+    return ranks * args.cpus_per_trainer + args.num_engines * args.cpus_per_engine
+
+
+def _uses_gpus(args: RunConfig) -> bool:
+    return args.device == "cuda"
+
+
+def _gpus(args: RunConfig, share: float) -> float:
+    """Colocated workers take turns on one GPU, so each asks Ray for at most half of it."""
+    if not _uses_gpus(args):
+        return 0.0
+    return min(share, 0.5) if args.colocate else share
+
+
+def _device(args: RunConfig, cluster: Cluster | None) -> str:
+    """auto, resolved for all workers alike. In one process the workers see for themselves."""
+    if args.device != "auto" or cluster is None:
+        return args.device
+    return "cuda" if ray.cluster_resources().get("GPU", 0) > 0 else "cpu"
+
+
+class _RandomModels:
+    """Makes the random models that settings name, beside the start of Ray; in a process of its own, as the driver has no torch."""
+
+    def __init__(self, args: RunConfig) -> None:
+        self._making: dict[str, subprocess.Popen[str]] = {}
+        named = {name: value for name in _MODEL_SETTINGS if (value := args.__dict__[name]) and value.startswith("random:")}
+        self._models = named
+        for model in dict.fromkeys(named.values()):
+            command = [sys.executable, "-m", "miles.train.random_model", model, str(args.seed)]
+            self._making[model] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def paths(self) -> dict[str, str]:
+        """Setting -> directory.
+
+        Raises:
+            ValueError: no such model, or it could not be made.
+        """
+        found = {}
+        for model, process in self._making.items():
+            out, err = process.communicate()
+            if process.returncode:
+                raise ValueError(f"the model {model} could not be made:\n{err.strip()}")
+            found[model] = out.strip().splitlines()[-1]
+        return {name: found[model] for name, model in self._models.items()}
+
+    def stop(self) -> None:
+        for process in self._making.values():
+            process.kill()
+            process.communicate()
