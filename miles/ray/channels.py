@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -50,6 +51,10 @@ class RayChannel:
 
     async def end_children(self) -> None:
         await self._ask("end_children")
+
+    async def signal(self, signum: int) -> None:
+        with contextlib.suppress(WorkerDied):
+            await self._ask("signal_itself", signum)
 
     async def _ask(self, verb: str, *args: Any) -> Any:
         try:

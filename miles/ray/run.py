@@ -23,7 +23,9 @@ class Run:
     resolved: dict[str, str] = field(default_factory=dict)  # settings that workers get resolved: a random model's path, the device
     keeper: asyncio.Task[None] | None = None
     trained_through: int | None = None  # last rollout whose training is done, of this process
-    training: bool = False
+    open_rollout: int | None = None  # its training has begun, and not all roles are done with it
+    published: int | None = None  # rollout after which the last publish was; None: the first one, or none yet
+    trainers_idle: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while a rollout is trained
     save_all: Callable[[int], Awaitable[None]] | None = None  # saves every part; there once the parts are
 
     def worker_args(self) -> RunConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 from miles.config.run_config import RunConfig
@@ -35,6 +35,8 @@ class Controller(Protocol):
 
     async def abort_update_weights(self) -> None: ...
 
+    def on_resume(self, republish: Callable[[Engine], Awaitable[int]]) -> None: ...
+
 
 class EngineLost(RuntimeError):
     """An engine died in the middle of a publish; the others can go on without it."""
@@ -56,7 +58,8 @@ async def update_weights(
 
     A failed one is tried again up to `publish_retries` times; engines that died on the way are left to the controller.
     """
-    guard = runs.current().guard
+    run = runs.current()
+    guard = run.guard
     await guard.halt_if_asked()
     failures = 0
     while True:
@@ -77,8 +80,19 @@ async def update_weights(
                     raise TimeoutError(f"a publish took longer than {limit}\n{await runs.current().manager.stacks()}") from error
                 raise
             logger.warning("a publish failed and is tried again (%d of %d): %s", failures, args.publish_retries, error)
+    run.published = rollout_id
     await guard.watch(controller.end_update_weights(version))
     await executor.set_weight_version(version)
+    controller.on_resume(lambda engine: _republish(args, actor, engine))
+
+
+async def _republish(args: RunConfig, actor: Publisher, engine: Engine) -> int:
+    """The weights of this moment to one engine that was started again, under the version that they have or will have."""
+    run = runs.current()
+    async with run.trainers_idle:
+        trained = run.trained_through
+        due = trained is not None and (trained + 1) % args.update_weights_interval == 0
+        return await actor.update_weights([engine], trained if due else run.published)
 
 
 async def move(args: RunConfig, trainers: Sequence[WorkerHandle], engines: Sequence[Engine], version: int) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import ray
 
 from miles.config.run_config import RunConfig
+from miles.fault_tolerance import api_server, mini_ft_controller
 from miles.ray import run as runs
 from miles.ray.checkpoints import Checkpoints, newest
 from miles.ray.cluster import Cluster
@@ -53,6 +54,8 @@ async def shutdown_worker_manager(manager: WorkerManager | None) -> None:
     """End all workers and Ray, and give the signals back. None is fine; so is a second call."""
     if manager is None:
         return
+    api_server.stop()
+    mini_ft_controller.stop()
     await manager.shutdown()
     run = runs.current_or_none()
     if run is not None and run.manager is manager:
@@ -74,9 +77,9 @@ async def _keep(run: Run) -> None:
 
 async def _save_on_signal(run: Run) -> str:
     """What a signal does between two trainings: save the last trained rollout, if that is asked for and not done."""
+    if run.open_rollout is not None:
+        await asyncio.Event().wait()  # the end of its training saves, and ends the run
     done = run.trained_through
-    if run.training:
-        await asyncio.Event().wait()  # the training's end saves, and fails the run
     if not run.args.save_on_signal or run.save_all is None or done is None:
         return ""
     if run.checkpoints.last_complete != done:

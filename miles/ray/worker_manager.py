@@ -121,6 +121,13 @@ class WorkerManager:
         worker.disposed = True
         await self._end(worker)
 
+    async def signal(self, name: str, signum: int) -> None:
+        """Send a signal to a worker's process. Raises ValueError for a worker in this process."""
+        channel = self._workers[name].channel
+        if isinstance(channel, ProcessChannel):
+            raise ValueError(f"worker {name} has no process of its own (--in-process)")
+        await channel.signal(signum)
+
     async def stacks(self) -> str:
         """The stacks of all workers."""
         return "\n\n".join(await asyncio.gather(*(worker.handle.worker_stacks() for worker in self._workers.values())))

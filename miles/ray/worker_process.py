@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import faulthandler
-import logging
 import os
 import socket
 import sys
@@ -17,6 +17,7 @@ import ray
 from miles.ray import processes
 from miles.ray.host import Failure, Host, to_failure
 from miles.ray.worker_handle import set_process_name
+from miles.tracking import logs
 
 
 class WorkerProcess:
@@ -30,9 +31,7 @@ class WorkerProcess:
         if Path(directory).is_dir():  # a joined cluster's node may not have it
             os.chdir(directory)
         sys.path[:] = list(dict.fromkeys([*sys_path, *sys.path]))
-        logging.basicConfig(
-            level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr, force=True
-        )
+        logs.setup(log_level)
         set_process_name(name)
         self._host = Host(name)
 
@@ -58,6 +57,11 @@ class WorkerProcess:
     @ray.method(concurrency_group="watch")
     async def open_port(self) -> tuple[str, int]:
         return ray.util.get_node_ip_address(), free_port()
+
+    @ray.method(concurrency_group="watch")
+    async def signal_itself(self, signum: int) -> None:
+        """Soon, so that the answer to this call still leaves."""
+        asyncio.get_running_loop().call_later(0.05, os.kill, os.getpid(), signum)
 
     @ray.method(concurrency_group="watch")
     async def end_children(self) -> list[str]:

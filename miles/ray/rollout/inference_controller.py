@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, cast
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import cast
 
 from miles.config.run_config import RunConfig
+from miles.fault_tolerance.cells import Cell, CellState, FaultKind
+from miles.fault_tolerance.health import HealthJudge, Verdict, watch
+from miles.fault_tolerance.retry import retry
 from miles.protocols import Engine
 from miles.ray.run import Run
 from miles.ray.worker_handle import WorkerDied, WorkerHandle
@@ -18,23 +22,28 @@ from miles.ray.worker_manager import all_or_first_error
 
 logger = logging.getLogger(__name__)
 
-Phase = Literal["Pending", "Running", "Suspended"]
 _CONTROL_RETRIES = 2
+_PASSING = (OSError, RuntimeError, TimeoutError)  # worth another try; WorkerDied is looked at before
+
+Republish = Callable[[Engine], Awaitable[int]]
 
 
 @dataclass
-class Cell:
-    """One engine. Pending: started, and without the run's weights yet. It serves when Running and healthy."""
+class EngineCell:
+    """One engine: its worker, what is shown of it, and who judges its health."""
 
-    name: str
+    index: int
     handle: WorkerHandle
-    phase: Phase = "Pending"
-    healthy: bool | None = None  # None: not known yet
-    reason: str = "Starting"
-    weight_version: int = 0
-    failures: int = 0
+    state: CellState
+    judge: HealthJudge
     dead: bool = False
-    since: float = 0.0
+    watching: asyncio.Task[None] | None = None
+    weight_version: int = 0
+    problem: str = field(default="")
+
+    @property
+    def name(self) -> str:
+        return self.state.name
 
     @property
     def engine(self) -> Engine:
@@ -42,56 +51,86 @@ class Cell:
 
     @property
     def lives(self) -> bool:
-        return self.phase != "Suspended" and not self.dead
+        return not self.state.suspend and not self.dead
+
+    @property
+    def works(self) -> bool:
+        return self.lives and self.judge.verdict is not Verdict.UNHEALTHY
 
 
 class InferenceController:
-    """One per run, in the driver.
+    """One per run, in the driver. A `CellOwner`: each engine is a cell of the control API.
 
     One lock serialises publishes, suspends, resumes and fault injection: a publish never meets an engine that comes or goes.
     """
 
     def __init__(self, args: RunConfig, run: Run, engines: Sequence[WorkerHandle]) -> None:
         self.args, self._run = args, run
-        self.cells = {handle.worker_name: Cell(handle.worker_name, handle, since=time.time()) for handle in engines}
+        self._cells = {handle.worker_name: self._make_cell(index, handle) for index, handle in enumerate(engines)}
         self._lock = asyncio.Lock()
-        self._watching = False
-        self._probes: asyncio.Task[None] | None = None
         self._offloaded = False
-        self._publishing: list[Cell] = []
+        self._publishing: list[EngineCell] = []
+        self._republish: Republish | None = None
+
+    def _make_cell(self, index: int, handle: WorkerHandle) -> EngineCell:
+        args = self.args
+        judge = HealthJudge(failures=args.health_failures, stuck=args.engine_stuck_timeout, grace=args.engine_start_timeout)
+        return EngineCell(index, handle, CellState(handle.worker_name, {"role": "engine"}), judge)
 
     async def init(self) -> None:
         """Bring up all engines, side by side. Past its limit, or on its first error, the run ends and names the log."""
-        await self._run.guard.watch(all_or_first_error([cell.engine.init() for cell in self.cells.values()]))
-        self._probes = asyncio.get_running_loop().create_task(self._probe_for_ever(), name="health probes")
+        await self._run.guard.watch(all_or_first_error([self._bring_up(cell) for cell in self._cells.values()]))
+
+    async def _bring_up(self, cell: EngineCell) -> None:
+        """Load the model, and leave the engine watched and without weights of the run."""
+        cell.judge.start(asyncio.get_running_loop().time())
+        cell.state.change(allocated=("True", ""), healthy=("Unknown", "starting"), serving=("False", "loading"))
+        await cell.engine.init()
+        cell.dead, cell.weight_version = False, 0
+        cell.state.change(serving=("False", "waits for the first weights"), weight_version=0)
+        cell.watching = asyncio.get_running_loop().create_task(
+            watch(
+                cell.judge,
+                cell.engine.health,
+                interval=self.args.health_interval,
+                timeout=self.args.health_timeout,
+                on_verdict=partial(self._judged, cell),
+                fatal=(WorkerDied,),
+                clock=asyncio.get_running_loop().time,
+            ),
+            name=f"health of {cell.name}",
+        )
 
     @property
     def engines(self) -> list[Engine]:
-        return [cell.engine for cell in self.cells.values()]
+        return [cell.engine for cell in self._cells.values()]
+
+    def cells(self) -> list[Cell]:
+        return [cell.state.view() for cell in self._cells.values()]
+
+    def on_resume(self, republish: Republish) -> None:
+        """`republish(engine)` publishes the current weights to one engine, and returns their version."""
+        self._republish = republish
 
     async def prepare_rollout(self, rollout_id: int) -> None:
         """Engines awake and watched. Called before each rollout is asked for."""
         await self._run.guard.halt_if_asked()
         await self.onload()
-        self._watching = True
 
     async def prepare_eval(self) -> None:
         """As `prepare_rollout`, before an evaluation."""
         await self._run.guard.halt_if_asked()
         await self.onload()
-        self._watching = True
 
     async def start_update_weights(self) -> list[Engine]:
         """Take the lock, leave the engines unwatched, pause those that live. Returns them."""
         await self._lock.acquire()
         try:
-            if self._offloaded:
-                await self._onload()
-            self._publishing = [cell for cell in self.cells.values() if cell.lives]
-            await self._each(self._publishing, "pause", self.args.pause_mode)
-            self._publishing = [cell for cell in self._publishing if cell.lives]
+            await self._onload()
+            await self._pause([cell for cell in self._cells.values() if cell.lives])
+            self._publishing = [cell for cell in self._cells.values() if cell.lives]
             if not self._publishing:
-                raise RuntimeError("no engine is left to publish to:\n" + "\n".join(f"{c.name}: {c.reason}" for c in self.cells.values()))
+                raise RuntimeError(f"no engine is left to publish to:\n{self._problems()}")
         except BaseException:
             self._lock.release()
             raise
@@ -100,26 +139,44 @@ class InferenceController:
     async def end_update_weights(self, weight_version: int) -> None:
         """The engines serve the new weights; engines that were started again serve from here on."""
         try:
-            for cell in self._publishing:
-                assert weight_version >= cell.weight_version, "versions never go backwards"
-                cell.weight_version, cell.phase, cell.reason = weight_version, "Running", "Serving"
-            await self._each(self._publishing, "resume")
+            await self._serve(self._publishing, weight_version)
         finally:
             self._publishing = []
             self._lock.release()
 
     async def abort_update_weights(self) -> None:
-        """A publish failed: note who died, let go of the lock. Engines with half a publish serve nothing until a whole one."""
+        """A publish failed: note who died, let go of the lock. An engine with half a publish serves nothing until a whole one."""
         try:
             for cell in self._publishing:
-                with contextlib.suppress(Exception):
-                    await asyncio.wait_for(cell.engine.health(), self.args.health_timeout)
-                    continue
-                self._mark_dead(cell, "did not answer after a failed publish")
-            await self._each([cell for cell in self._publishing if cell.lives], "resume")
+                with contextlib.suppress(*_PASSING):
+                    try:
+                        await cell.engine.health()
+                    except WorkerDied as error:
+                        self._lose(cell, str(error))
+            await self._resume_engines([cell for cell in self._publishing if cell.lives])
         finally:
             self._publishing = []
             self._lock.release()
+
+    async def _pause(self, cells: Sequence[EngineCell]) -> None:
+        for cell in cells:
+            cell.judge.pause()
+            cell.state.change(serving=("False", "paused for a publish"))
+        await self._each(cells, "pause", self.args.pause_mode)
+
+    async def _serve(self, cells: Sequence[EngineCell], weight_version: int) -> None:
+        for cell in cells:
+            assert weight_version >= cell.weight_version, "versions never go backwards"
+            cell.weight_version = weight_version
+        await self._resume_engines([cell for cell in cells if cell.lives])
+        for cell in cells:
+            if cell.lives:
+                cell.state.change(phase="Running", serving=("True", ""), weight_version=weight_version)
+
+    async def _resume_engines(self, cells: Sequence[EngineCell]) -> None:
+        await self._each(cells, "resume")
+        for cell in cells:
+            cell.judge.resume()
 
     async def check_weights(
         self, action: str, allow_quant_error: bool = False, selector: str = "all", skip_list: Sequence[str] = ()
@@ -132,11 +189,9 @@ class InferenceController:
         if action not in ("snapshot", "reset_tensors", "compare", "checksum"):
             raise ValueError(f"check_weights knows snapshot, reset_tensors, compare and checksum, not {action!r}")
         async with self._lock:
-            cells = [cell for cell in self.cells.values() if cell.lives]
+            cells = [cell for cell in self._cells.values() if cell.lives]
             options = {"allow_quant_error": allow_quant_error, "selector": selector, "skip_list": list(skip_list)}
-            answers = await self._run.guard.watch(
-                all_or_first_error([cell.engine.check_weights(action, **options) for cell in cells])  # type: ignore[arg-type]
-            )
+            answers = await self._run.guard.watch(all_or_first_error([cell.handle.check_weights(action, **options) for cell in cells]))
         found = {cell.name: answer for cell, answer in zip(cells, answers, strict=True)}
         if action == "compare":
             self._report_differences(found, skip_list)
@@ -154,32 +209,58 @@ class InferenceController:
             raise ValueError(f"{len(wrong)} tensors of the engines differ from what they loaded:\n" + "\n".join(wrong[:50]))
         logger.info("the weights of %d engines are equal to those they loaded", len(found))
 
-    async def suspend(self, name: str) -> None:
-        """End one engine. Waits for a publish that is going on. Idempotent."""
+    async def suspend_cell(self, name: str) -> None:
+        """End one engine. Waits for a publish that is under way. Idempotent."""
+        cell = self._cell(name)
         async with self._lock:
-            cell = self._cell(name)
+            self._unwatch(cell)
             await self._run.manager.end(name)
-            cell.phase, cell.healthy, cell.reason, cell.dead = "Suspended", None, "Suspended", False
-            cell.since = time.time()
+            cell.state.change(
+                suspend=True,
+                phase="Suspended",
+                allocated=("False", "suspended"),
+                healthy=("Unknown", "suspended"),
+                serving=("False", "suspended"),
+            )
+            self._end_run_if_none_works()
 
-    async def resume(self, name: str) -> None:
-        """Start a suspended engine again. It serves from the next publish on, when it has the run's weights."""
+    async def resume_cell(self, name: str) -> None:
+        """Start a suspended engine again, give it the run's weights, let it serve. Idempotent."""
+        cell = self._cell(name)
+        if not cell.state.suspend:
+            return
+        cell.state.change(suspend=False, phase="Pending", healthy=("Unknown", "starting"), serving=("False", "starting"))
         async with self._lock:
-            cell = self._cell(name)
-            if cell.phase != "Suspended":
-                return
-            await self._run.manager.restart(name)
-            await cell.engine.init()
-            await cell.engine.pause(self.args.pause_mode)
-            cell.phase, cell.healthy, cell.reason, cell.failures, cell.weight_version = "Pending", None, "WaitsForWeights", 0, 0
-            cell.since = time.time()
+            try:
+                await self._run.manager.restart(name)
+                await self._bring_up(cell)
+                await self._pause([cell])
+                if self._republish is not None:
+                    await self._serve([cell], await self._republish(cell.engine))
+            except BaseException as error:
+                cell.state.change(suspend=True, phase="Suspended", serving=("False", f"did not start: {error}"[:500]))
+                raise
+
+    async def inject_fault(self, name: str, kind: FaultKind) -> None:
+        """Break an engine: end its process, or stop it so that it answers nothing.
+
+        Raises:
+            ValueError: a kind that this engine has no way for.
+        """
+        self._cell(name)
+        if kind == "unhealthy":
+            raise ValueError("an embedded engine cannot be told to call itself unhealthy; inject kill or hang")
+        async with self._lock:
+            await self._run.manager.signal(name, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
 
     async def offload(self) -> None:
         """The engines leave the device to the trainer. Idempotent."""
         async with self._lock:
             if not self._offloaded:
-                self._watching = False
-                await self._each([cell for cell in self.cells.values() if cell.lives], "offload")
+                living = [cell for cell in self._cells.values() if cell.lives]
+                for cell in living:
+                    cell.judge.pause()
+                await self._each(living, "offload")
                 self._offloaded = True
 
     async def onload(self) -> None:
@@ -190,79 +271,60 @@ class InferenceController:
 
     async def dispose(self) -> None:
         """End probes and engines. Idempotent."""
-        self._watching = False
-        if self._probes is not None:
-            self._probes.cancel()
-            await asyncio.gather(self._probes, return_exceptions=True)
-        await asyncio.gather(*(self._run.manager.dispose_worker(cell.handle) for cell in self.cells.values() if cell.lives))
+        for cell in self._cells.values():
+            self._unwatch(cell)
+        await asyncio.gather(*(self._run.manager.dispose_worker(cell.handle) for cell in self._cells.values() if cell.lives))
 
-    def _cell(self, name: str) -> Cell:
-        if name not in self.cells:
-            raise KeyError(f"no cell {name!r}; there are {', '.join(self.cells)}")
-        return self.cells[name]
+    def _cell(self, name: str) -> EngineCell:
+        if name not in self._cells:
+            raise KeyError(f"no cell {name!r}; there are {', '.join(self._cells)}")
+        return self._cells[name]
+
+    def _unwatch(self, cell: EngineCell) -> None:
+        if cell.watching is not None:
+            cell.watching.cancel()
+            cell.watching = None
 
     async def _onload(self) -> None:
         if self._offloaded:
-            await self._each([cell for cell in self.cells.values() if cell.lives], "onload")
+            living = [cell for cell in self._cells.values() if cell.lives]
+            await self._each(living, "onload")
+            for cell in living:
+                cell.judge.resume()
             self._offloaded = False
 
-    async def _each(self, cells: Sequence[Cell], method: str, *args: object) -> None:
+    async def _each(self, cells: Sequence[EngineCell], method: str, *args: object) -> None:
         """One control call on several engines; a passing fault is tried again, a dead engine is noted and left out."""
 
-        async def one(cell: Cell) -> None:
-            for attempt in range(_CONTROL_RETRIES + 1):
+        async def one(cell: EngineCell) -> None:
+            async def call() -> None:
                 try:
                     await getattr(cell.handle, method)(*args)
-                    return
                 except WorkerDied as error:
-                    self._mark_dead(cell, str(error))
-                    return
-                except Exception:
-                    if attempt == _CONTROL_RETRIES:
-                        raise
-                    logger.warning("%s of %s failed and is tried again", method, cell.name, exc_info=True)
-                    await asyncio.sleep(0.2 * 2**attempt)
+                    self._lose(cell, str(error))
+
+            await retry(call, what=f"{method} of {cell.name}", retries=_CONTROL_RETRIES, retry_on=_PASSING)
 
         await all_or_first_error([one(cell) for cell in cells])
 
-    def _mark_dead(self, cell: Cell, reason: str) -> None:
-        if cell.dead:
-            return
-        cell.dead, cell.healthy, cell.reason = True, False, reason
-        logger.error("%s is lost: %s", cell.name, reason)
-        self._end_run_if_none_is_left()
+    def _judged(self, cell: EngineCell, verdict: Verdict, reason: str) -> None:
+        """Called when the verdict on an engine, or its reason, changes."""
+        cell.state.change(healthy=(verdict.value, reason))
+        if verdict is Verdict.UNHEALTHY:
+            self._lose(cell, reason, dead=reason.startswith(WorkerDied.__name__))
 
-    def _end_run_if_none_is_left(self) -> None:
-        """Without a healing controller nobody starts an engine again, so waiting for one would be for ever."""
-        if self.args.mini_ft_controller or self.args.api_server_port:
-            return
-        if not any(cell.phase != "Suspended" and not cell.dead and cell.healthy is not False for cell in self.cells.values()):
-            reasons = "\n".join(f"{cell.name}: {cell.reason}" for cell in self.cells.values())
-            self._run.guard.fail(RuntimeError(f"no engine is left that works:\n{reasons}"))
+    def _lose(self, cell: EngineCell, reason: str, dead: bool = True) -> None:
+        if cell.problem != reason:
+            logger.error("%s is lost: %s", cell.name, reason)
+        cell.problem = reason
+        cell.dead = cell.dead or dead
+        cell.state.change(healthy=("False", reason), serving=("False", "lost"))
+        self._end_run_if_none_works()
 
-    async def _probe_for_ever(self) -> None:
-        while True:
-            await asyncio.sleep(self.args.health_interval)
-            if self._watching and not self._lock.locked():
-                await asyncio.gather(*(self._probe(cell) for cell in self.cells.values() if cell.phase == "Running" and not cell.dead))
+    def _end_run_if_none_works(self) -> None:
+        """Nobody but the control API starts an engine again: without it, waiting for one would be for ever."""
+        if not self.args.api_server_port and not any(cell.works for cell in self._cells.values()):
+            self._run.guard.fail(RuntimeError(f"no engine is left that works:\n{self._problems()}"))
 
-    async def _probe(self, cell: Cell) -> None:
-        """One look. An engine counts as unhealthy after several bad ones in a row, and as dead when its process is gone."""
-        try:
-            health = await cell.engine.health()
-            stuck = health.stuck_seconds > self.args.engine_stuck_timeout and not health.paused
-            problem = "" if health.healthy and not stuck else health.reason or f"no token for {health.stuck_seconds:.0f} s"
-        except WorkerDied as error:
-            self._mark_dead(cell, str(error))
-            return
-        except Exception as error:
-            problem = str(error)
-        if not problem:
-            cell.failures, cell.healthy, cell.reason = 0, True, "Serving"
-            return
-        cell.failures += 1
-        logger.warning("health probe %d of %s: %s", cell.failures, cell.name, problem)
-        if cell.failures >= self.args.health_failures and cell.healthy is not False:
-            cell.healthy, cell.reason = False, problem
-            logger.error("%s is unhealthy: %s\n%s", cell.name, problem, await cell.handle.worker_stacks())
-            self._end_run_if_none_is_left()
+    def _problems(self) -> str:
+        return "\n".join(f"{cell.name}: {cell.problem or 'suspended'}" for cell in self._cells.values())

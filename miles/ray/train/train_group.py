@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 
 from miles.config.run_config import RunConfig
+from miles.fault_tolerance.cells import Cell, CellState, Status
 from miles.protocols import Engine
 from miles.ray import weight_update
 from miles.ray.guard import Interrupted
@@ -26,6 +27,7 @@ class TrainGroup:
     def __init__(self, args: RunConfig, run: Run, role: Role, ranks: Sequence[WorkerHandle]) -> None:
         self.args, self.role, self.ranks = args, role, list(ranks)
         self._run = run
+        self._state = CellState(role, {"role": "trainer"})
         self._saving: int | None = None  # the rollout whose asynchronous save may not be on disk yet
         self._on_trained: Callable[[int, int], Awaitable[None]] | None = None
 
@@ -37,16 +39,19 @@ class TrainGroup:
         """Load the model, or restore it. Returns each rank's restored rollout id."""
         address, port = await self.ranks[0].worker_port()
         restored: list[int | None] = await self._all("init", address, port)
+        ready: tuple[Status, str] = ("True", "")
+        self._state.change(phase="Running", allocated=ready, healthy=ready, serving=ready)
         return restored
 
     async def train(self, rollout_id: int, data_ref: RolloutDataRef, external_data: TrainOutputRef | None = None) -> TrainOutputRef | None:
         """Make one rollout's optimizer steps. The critic returns its values; the actor takes them as `external_data`."""
-        await self._run.guard.halt_if_asked()
+        if self._run.open_rollout is None:
+            await self._run.guard.halt_if_asked()
         values: Sequence[ObjectRef | None] = external_data.shares if external_data is not None else [None] * len(self.ranks)
         assert len(data_ref.shares) == len(values) == len(self.ranks), "one share for each rank"
         calls = [rank.train(rollout_id, share, value) for rank, share, value in zip(self.ranks, data_ref.shares, values, strict=True)]
-        self._run.training = True
-        try:
+        self._run.open_rollout = rollout_id
+        async with self._run.trainers_idle:
             with tracking.timeline().span(self.role, "train", rollout_id=rollout_id):
                 results = cast(list[TrainResult], await self._run.guard.watch(all_or_first_error(calls)))
             for place, metrics in enumerate(results[0].metrics_per_step):
@@ -54,8 +59,6 @@ class TrainGroup:
             await self._settle_save()
             if self._closes(rollout_id):
                 await self._rollout_trained(rollout_id, results[0].step)
-        finally:
-            self._run.training = False
         if self.role == "actor":
             return None
         shares = [cast(ObjectRef, result.values) for result in results]
@@ -68,7 +71,7 @@ class TrainGroup:
 
     async def _rollout_trained(self, rollout_id: int, step: int) -> None:
         run = self._run
-        run.trained_through = rollout_id
+        run.trained_through, run.open_rollout = rollout_id, None
         if self._on_trained is not None:
             await self._on_trained(rollout_id, step)
         if (rollout_id + 1) % self.args.update_weights_interval:
@@ -119,6 +122,10 @@ class TrainGroup:
 
     async def offload(self) -> None:
         await self._all("offload")
+
+    def cells(self) -> list[Cell]:
+        """This role as one cell of the control API, to look at."""
+        return [self._state.view()]
 
     async def dispose(self) -> None:
         """Finish what is being saved, and end the ranks. Idempotent."""
