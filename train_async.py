@@ -63,7 +63,7 @@ async def run(args: RunConfig) -> None:
             pending = await eager_create_task(generate(rollout_id + 1))
 
         await train_on(args, actor, critic, rollout_id, data)
-        await save_if_due(args, actor, critic, executor, rollout_id, per_epoch)
+        await save_if_due(args, [model for model in (actor, critic) if model], executor, rollout_id, per_epoch)
 
         if publish_due:
             if more and not ask_later:
@@ -103,7 +103,7 @@ async def train_on(args: RunConfig, actor: Any, critic: Any, rollout_id: int, da
     remove_rollout_data_refs(args, data)
 
 
-async def save_if_due(args: RunConfig, actor: Any, critic: Any, executor: Any, rollout_id: int, per_epoch: int | None) -> None:
+async def save_if_due(args: RunConfig, models: list[Any], executor: Any, rollout_id: int, per_epoch: int | None) -> None:
     """Save periodically, at the end, and whenever the sentinel file asks for it."""
     asked = False
     if args.save_trigger_sentinel is not None:
@@ -114,13 +114,12 @@ async def save_if_due(args: RunConfig, actor: Any, critic: Any, executor: Any, r
     if not asked and not should_run_periodic_action(rollout_id, args.save_interval, per_epoch, args.num_rollout):
         return
     now = asked or rollout_id + 1 == args.num_rollout
-    for model in (actor, critic):
-        if model is not None:
-            if critic is not None and args.offload_train:
-                await model.onload()
-            await model.save_model(rollout_id, force_sync=now)
-            if critic is not None and args.offload_train:
-                await model.offload()
+    for model in models:
+        if args.use_critic and args.offload_train:
+            await model.onload()
+        await model.save_model(rollout_id, force_sync=now)
+        if args.use_critic and args.offload_train:
+            await model.offload()
     await executor.save(rollout_id)
     if asked:
         logger.info("saved rollout %d, as %s asked", rollout_id, args.save_trigger_sentinel)
