@@ -77,25 +77,24 @@ class Timeline:
         """perf/* of one rollout's step, once its train and publish spans have ended; {} when it has no train span.
 
         A step goes from the end of the last one (the first: from the start of its generation) to the end of its own training or
-        publish. overlap_efficiency = (max(generate, train) + publish) / (step without evals and saves that it waited for):
-        1 when nothing waits that could overlap.
+        publish. overlap_efficiency = (max(generate, train) + publish) / (step without the evals and saves that it waited for), with
+        the generation that ran within the step, whichever rollout it was for: 1 when nothing waits that could overlap.
         """
         with self._lock:
             spans = list(self._spans)
         mine = [span for span in spans if span.args.get("rollout_id") == rollout_id]
-        ends = [_end(span) for span in mine if span.name in ("train", "publish")]
         if not any(span.name == "train" for span in mine):
             return {}
         before = [_end(span) for span in spans if span.name in ("train", "publish") and _rollout(span) < rollout_id]
         start = max(before) if before else min(span.start for span in mine)
-        seconds = {name: _covered([span for span in mine if span.name == name]) for name in ("generate", "train", "publish")}
-        for name in ("eval", "save"):
-            seconds[name] = _covered([span for span in spans if span.name == name], start, max(ends))
-        step = max(ends) - start
-        ideal = max(seconds["generate"], seconds["train"]) + seconds["publish"]
-        busy = step - seconds["eval"] - seconds["save"]
-        metrics = {f"perf/{name}_seconds": value for name, value in seconds.items() if value or name not in ("eval", "save")}
-        return {"perf/step_seconds": step, **metrics, "perf/overlap_efficiency": ideal / busy if busy > 0 else 1.0}
+        end = max(_end(span) for span in mine if span.name in ("train", "publish"))
+        took = {name: _covered([span for span in mine if span.name == name]) for name in ("generate", "train", "publish")}
+        stalls = {name: _covered([span for span in spans if span.name == name], start, end) for name in ("eval", "save")}
+        beside = _covered([span for span in spans if span.name == "generate"], start, end) if before else took["generate"]
+        busy = end - start - sum(stalls.values())
+        metrics = {f"perf/{name}_seconds": value for name, value in (took | stalls).items() if value or name in took}
+        efficiency = (max(beside, took["train"]) + took["publish"]) / busy if busy > 0 else 1.0
+        return {"perf/step_seconds": end - start, **metrics, "perf/overlap_efficiency": efficiency}
 
     def close(self) -> None:
         """End the file's array. Idempotent."""

@@ -1,0 +1,38 @@
+"""miles ledger RUN: do the books balance?"""
+
+import json
+from collections.abc import Sequence
+
+from miles.cli import runs
+from miles.tracking import ledger
+
+
+def main(argv: Sequence[str]) -> int:
+    """0 when they balance, 1 when they do not."""
+    parser = runs.parser(
+        "ledger", "What became of every prompt group of a run: taken = trained + filtered + dropped + returned + abandoned + open."
+    )
+    parser.add_argument("--group", type=int, help="the history of one group, as JSON lines")
+    options = parser.parse_args(argv)
+    lines = list(ledger.read(options.run / "ledger.jsonl"))
+    if options.group is not None:
+        for line in lines:
+            if line["group_index"] == options.group:
+                print(json.dumps(line))
+        return 0
+    books = ledger.balance(lines)
+    print(f"{'taken':<12}{books.taken:>8}")
+    for event in ledger.ENDS:
+        print(f"{event:<12}{books.ended[event]:>8}")
+        for reason, count in sorted(books.reasons.items()):
+            if reason.startswith(event + ": "):
+                print(f"{'':<12}{count:>8}  {reason.split(': ', 1)[1]}")
+    print(f"{'open':<12}{len(books.open):>8}" + (f"  groups {_some(books.open)}" if books.open else ""))
+    for fault in books.faults:
+        print(f"WRONG: {fault}")
+    print("the books balance" if books.holds else "the books do NOT balance")
+    return 0 if books.holds else 1
+
+
+def _some(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers[:10])) + (", ..." if len(numbers) > 10 else "")

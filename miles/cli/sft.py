@@ -1,0 +1,13 @@
+"""miles sft: supervised fine-tuning."""
+
+from collections.abc import Sequence
+
+from miles.config.cli import parse_args
+
+
+def main(argv: Sequence[str]) -> int:
+    args = parse_args(argv, prog="miles sft", preset={"advantage_estimator": "sft"})
+    from miles.train.sft import main as train
+
+    train(args)
+    return 0

@@ -1,0 +1,23 @@
+"""miles train-async: the asynchronous driver."""
+
+import sys
+from collections.abc import Sequence
+
+from miles.cli import driver
+from miles.config.run_config import RunConfig
+from miles.config.validate import validate_async_off_policy_correction
+
+
+def main(argv: Sequence[str]) -> int:
+    return driver.run("train_async", "miles train-async", argv, check)
+
+
+def check(args: RunConfig) -> None:
+    """What the driver would refuse first."""
+    if args.colocate:
+        raise ValueError("--colocate: trainer and engines of an asynchronous run need devices of their own; `miles train` shares them")
+    validate_async_off_policy_correction(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
