@@ -36,6 +36,7 @@ class Sender:
         self._backend = backend
         self._device = device if backend == "nccl" else torch.device("cpu")
         self._timeout = timeout
+        self._name = secrets.token_hex(8)
         self._store: dist.TCPStore | None = None
         self._desk: Desk | None = None
         self._publish = 0
@@ -57,6 +58,7 @@ class Sender:
         return {
             "address": self._address,
             "port": self._store.port,
+            "sender": self._name,
             "backend": self._backend,
             "publish": self._publish,
             "num_receivers": num_receivers,
@@ -107,7 +109,7 @@ class Receiver:
         self._timeout = timeout
         self._name = secrets.token_hex(8)
         self._store: dist.TCPStore | None = None
-        self._at: tuple[str, int] | None = None
+        self._sender = ""  # whose store that is
         self._desk: Desk | None = None
         self._plan: PublishPlan | None = None
         self._rank = 0
@@ -119,13 +121,16 @@ class Receiver:
         channel = plan.channel
         if not 0 <= rank < channel["num_receivers"]:
             raise ValueError(f"receiver rank {rank} does not exist in a publish to {channel['num_receivers']} engines")
-        at = (channel["address"], channel["port"])
-        if at != self._at:
+        if channel["sender"] != self._sender:
             self._group.leave()
             self._store = dist.TCPStore(
-                *at, is_master=False, timeout=timedelta(seconds=min(self._timeout, CONNECT_SECONDS)), wait_for_workers=False
+                channel["address"],
+                channel["port"],
+                is_master=False,
+                timeout=timedelta(seconds=min(self._timeout, CONNECT_SECONDS)),
+                wait_for_workers=False,
             )
-            self._at = at
+            self._sender = channel["sender"]
         assert self._store is not None
         self._desk = Desk(self._store, channel["publish"], channel["num_receivers"], self._timeout)
         self._desk.sign(rank, self._name)
@@ -156,12 +161,12 @@ class Receiver:
     def dispose(self) -> None:
         self.close()
         self._group.leave()
-        self._desk, self._store, self._at, self._memory = None, None, None, None
+        self._desk, self._store, self._sender, self._memory = None, None, "", None
 
     def _follow(self, channel: dict[str, Any]) -> None:
         assert self._desk is not None
         assert self._store is not None
         number = self._desk.decision()
         if number != self._group.number:
-            own = address_toward(*self._at) if self._at else channel["address"]
+            own = address_toward(channel["address"], channel["port"])
             self._group.join(self._store, number, self._rank + 1, channel["num_receivers"] + 1, backend=channel["backend"], address=own)
