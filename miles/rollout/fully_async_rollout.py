@@ -1,0 +1,185 @@
+"""The producer that never stops: groups are kept in flight across rollouts and publishes, as far as pacing allows."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import floor
+
+from miles.config.run_config import RunConfig
+from miles.rollout.context import RolloutContext, used_up
+from miles.rollout.group import OpenSeat, cut_off, renewed, run_group
+from miles.rollout.group_buffer import GroupBuffer
+from miles.rollout.pacing import Pacing
+from miles.rollout.verdicts import GroupFailed
+from miles.types import PromptGroup, RolloutOutput
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Flight:
+    """A group in flight. Its place is given back when it ends, or when the full buffer has room for it."""
+
+    group: PromptGroup
+    version: int  # the executor's when this attempt was started: no token of it can be older
+
+
+class FullyAsyncRollout:
+    """Consumes draws, keeps groups in flight, produces a batch whenever one is asked for and ready.
+
+    There is no loop: `fill` starts what may be started, after every event that can make room (a group ended, a batch was
+    taken, a publish, a get). A fault in any group ends the pending or the next get at once, with that fault.
+    """
+
+    def __init__(self, args: RunConfig, context: RolloutContext):
+        self.args = args
+        self.context = context
+        self.places = args.max_concurrent_groups or max(context.num_engines * args.engine_max_running // args.n_samples_per_prompt, 1)
+        self.buffer = GroupBuffer(capacity=max(floor(args.buffer_factor * args.rollout_batch_size), 1))
+        self.flights: dict[int, Flight] = {}  # group index -> flight
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.pacing: Pacing | None = None  # from the first get on
+        self.drained: dict[int, list[int]] = {}  # rollout id -> its group indices
+        self.failure: BaseException | None = None
+        self.no_more_data = False
+        self.closed = False
+        self.getting = False
+        self.event = asyncio.Event()
+        self.seat = OpenSeat(context.router)
+
+    async def __call__(self, rollout_id: int) -> RolloutOutput:
+        assert not self.getting, "one rollout at a time"
+        pacing = self._begin(rollout_id)
+        self.getting = True
+        try:
+            while True:
+                self.event.clear()
+                if self.failure is not None:
+                    raise self.failure
+                self._refuse_stale(pacing)
+                batch = self.buffer.take_batch(pacing, (flight.version for flight in self.flights.values()))
+                if batch is not None:
+                    break
+                self.fill()
+                if self.no_more_data and not self.flights:
+                    raise used_up(self.context, rollout_id, len(self.buffer.waiting))
+                await self.event.wait()
+        finally:
+            self.getting = False
+        return self._drained(rollout_id, batch, pacing)
+
+    def set_weight_version(self, version: int) -> None:
+        if self.pacing is not None:
+            self.pacing.publish(version)
+            self.fill()
+            self.event.set()
+
+    def untrained(self, trained_through: int) -> Sequence[int]:
+        """Drained for later rollouts, waiting, or in flight."""
+        for rollout_id in [done for done in self.drained if done <= trained_through]:
+            del self.drained[rollout_id]
+        waiting = [entry.group.group_index for entry in self.buffer.waiting]
+        return sorted([*(index for indices in self.drained.values() for index in indices), *waiting, *self.flights])
+
+    def fill(self) -> None:
+        """Start as many groups as there are places, buffer and pacing for."""
+        pacing = self.pacing
+        if pacing is None or self.closed or self.failure is not None:
+            return
+        awaited = pacing.batch_size if self.getting else 0
+        while (
+            len(self.flights) + self.buffer.overflow(awaited) < self.places
+            and len(self.buffer.waiting) < self.buffer.capacity + awaited
+            and pacing.room(len(self.flights) + len(self.buffer.waiting)) > 0
+        ):
+            group = self.context.data.take()
+            self.no_more_data = group is None
+            if group is None:
+                break
+            self.context.ledger.note("taken", group.group_index, prompt=group.prompt_index, epoch=group.epoch, attempt=group.attempt)
+            self.flights[group.group_index] = Flight(group, pacing.version)
+            task = asyncio.ensure_future(self._fly(group.group_index))
+            self.tasks.add(task)
+            task.add_done_callback(self._landed)
+
+    async def _fly(self, index: int) -> None:
+        """One draw, with its retries, until it is in the buffer, refused, or given up."""
+        context, flight = self.context, self.flights[index]
+        verdicts = context.verdicts
+        while True:
+            group = flight.group
+            try:
+                await run_group(context, group, [self.seat] * len(group.samples), "t")
+            except GroupFailed as failure:
+                if not verdicts.retries(group, failure):
+                    break
+                assert self.pacing is not None
+                flight.group, flight.version = renewed(group), self.pacing.version
+                continue
+            if verdicts.passes(group):
+                self.buffer.put(group, flight.version)
+            break
+        del self.flights[index]
+
+    def _landed(self, task: asyncio.Task[None]) -> None:
+        self.tasks.discard(task)
+        if not task.cancelled():
+            self.failure = self.failure or task.exception()
+        try:
+            self.fill()
+        except Exception as error:  # a callback has no caller: the get raises it
+            self.failure = self.failure or error
+        self.event.set()
+
+    def _begin(self, rollout_id: int) -> Pacing:
+        if self.pacing is None:
+            args = self.args
+            self.pacing = Pacing(
+                batch_size=args.rollout_batch_size,
+                interval=args.update_weights_interval,
+                max_staleness=args.max_weight_staleness,
+                num_rollout=self.context.num_rollout,
+                next_rollout=rollout_id,
+                version=self.context.weight_version,
+            )
+        assert rollout_id == self.pacing.next_rollout, f"rollout {rollout_id} asked for, {self.pacing.next_rollout} is next"
+        self.pacing.anchor()
+        return self.pacing
+
+    def _refuse_stale(self, pacing: Pacing) -> None:
+        """Publishes came off schedule: what is too old by now is started again or dropped."""
+        for group, version in self.buffer.take_stale(pacing):
+            if self.context.verdicts.too_old(group, pacing.version - version):
+                self.context.data.give_back(group)
+
+    def _drained(self, rollout_id: int, batch: list[PromptGroup], pacing: Pacing) -> RolloutOutput:
+        batch.sort(key=lambda group: group.group_index)
+        self.drained[rollout_id] = [group.group_index for group in batch]
+        pacing.next_rollout += 1
+        metrics = self.context.verdicts.settle() | {
+            "rollout/groups_waiting": float(len(self.buffer.waiting)),
+            "rollout/groups_in_flight": float(len(self.flights)),
+        }
+        self.fill()
+        return RolloutOutput(batch, metrics)
+
+    def stats(self) -> dict[str, object]:
+        return {
+            "groups_in_flight": sorted(self.flights),
+            "groups_waiting": len(self.buffer.waiting),
+            "buffer_capacity": self.buffer.capacity,
+            "places": self.places,
+            "next_rollout": self.pacing.next_rollout if self.pacing else None,
+            "pacing_room": self.pacing.room(len(self.flights) + len(self.buffer.waiting)) if self.pacing else None,
+        }
+
+    async def dispose(self) -> None:
+        self.closed = True
+        await cut_off(list(self.tasks))
+        held = [*self.flights, *(entry.group.group_index for entry in self.buffer.waiting)]
+        self.context.ledger.note_all("abandoned", sorted(held))
+        self.flights.clear()
+        self.buffer.waiting.clear()

@@ -1,0 +1,154 @@
+"""One attempt at a group: its siblings side by side, each generated and scored within its own limit."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from miles.rewards.reward import GroupRewardError
+from miles.rollout.context import RequestRouter, RolloutContext
+from miles.rollout.generate import EngineCall, EngineFailed, PromptRefused
+from miles.rollout.verdicts import GroupFailed
+from miles.types import Completion, GenerateRequest, PromptGroup, Sample, SampleStatus
+
+
+class Seat(Protocol):
+    """A sample's way to the engines. In a wave it also says when the sample asks no more."""
+
+    async def send(self, request: GenerateRequest) -> Completion: ...
+
+    def leave(self) -> None:
+        """Called once the sample has been generated, also after a failure. Idempotent."""
+        ...
+
+
+class OpenSeat:
+    """Straight to the router: nobody waits for anybody."""
+
+    __slots__ = ("router",)
+
+    def __init__(self, router: RequestRouter):
+        self.router = router
+
+    async def send(self, request: GenerateRequest) -> Completion:
+        return await self.router.generate(request)
+
+    def leave(self) -> None:
+        pass
+
+
+async def run_group(context: RolloutContext, group: PromptGroup, seats: Sequence[Seat], name: str) -> None:
+    """Fill and score every sample of `group`. `name` is the namespace of its requests.
+
+    Raises:
+        GroupFailed: the engine refused or failed, a limit passed, or the scorer asks for another attempt. Open seats: the
+            other siblings are cut off first, and their requests aborted. In a wave they run to their end, because
+            the moment of a cut would decide what is computed beside what.
+        Exception: anything else is a fault of the run (a bug in a user's function, a failing reward) and ends it.
+    """
+    siblings = [
+        run_sample(context, sample, seat, _call(context, group, place, seat, name))
+        for place, (sample, seat) in enumerate(zip(group.samples, seats, strict=True))
+    ]
+    in_wave = not isinstance(seats[0], OpenSeat)
+    try:
+        await side_by_side(siblings, (PromptRefused, EngineFailed, SampleTimeout, GroupRewardError) if in_wave else ())
+    except PromptRefused as error:
+        raise GroupFailed(group.group_index, "refused", str(error), again=False) from error
+    except EngineFailed as error:
+        raise GroupFailed(group.group_index, "engine", str(error), again=True) from error
+    except SampleTimeout as error:
+        raise GroupFailed(group.group_index, "timeout", str(error), again=True) from error
+    except GroupRewardError as error:
+        raise GroupFailed(group.group_index, "reward", str(error), again=True) from error
+
+
+class SampleTimeout(Exception):
+    """A sample took longer than sample_timeout."""
+
+
+async def run_sample(context: RolloutContext, sample: Sample, seat: Seat, call: EngineCall) -> None:
+    limit = context.args.sample_timeout
+    doing = "its turns of generation"
+    try:
+        async with asyncio.timeout(limit):
+            try:
+                await context.generate(sample, call)
+            finally:
+                seat.leave()
+            check_sample(sample)
+            if not sample.response and sample.response_ids:
+                sample.response = context.tokenizer.decode(sample.response_ids, skip_special_tokens=True)
+            doing = "its reward"
+            await context.scorer.score(sample)
+    except TimeoutError as error:
+        raise SampleTimeout(f"sample {sample.sample_index} waited for {doing} longer than --sample-timeout {limit:g} s") from error
+
+
+def check_sample(sample: Sample) -> None:
+    """Columns of one length, and a status: the promise of a GenerateFn. Raises ValueError that names what is off."""
+    tokens = len(sample.response_ids)
+    if len(sample.loss_mask) != tokens or len(sample.rollout_logprobs) != tokens:
+        raise ValueError(
+            f"--generate-function left sample {sample.sample_index} with {tokens} response_ids, {len(sample.loss_mask)} in loss_mask and "
+            f"{len(sample.rollout_logprobs)} rollout_logprobs"
+        )
+    if sample.status is SampleStatus.PENDING:
+        raise ValueError(f"--generate-function left sample {sample.sample_index} pending: it must set sample.status")
+
+
+async def side_by_side(work: Sequence[Coroutine[Any, Any, None]], tolerated: tuple[type[BaseException], ...] = ()) -> None:
+    """Run all and raise the first failure by place. A failure cuts off the rest at once, a tolerated one lets them finish.
+
+    Nothing runs on when this returns or is cancelled.
+    """
+    tasks = [asyncio.ensure_future(item) for item in work]
+    waiting: set[asyncio.Future[None]] = set(tasks)
+    try:
+        while waiting:
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
+            if any((error := task.exception()) is not None and not isinstance(error, tolerated) for task in done):
+                break
+        failures = [error for task in tasks if task.done() and (error := task.exception()) is not None]
+        if failures:
+            raise next((error for error in failures if not isinstance(error, tolerated)), failures[0])
+    finally:
+        await cut_off(tasks)
+
+
+async def cut_off(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    """Cancel what still runs, and await it."""
+    running = [task for task in tasks if not task.done()]
+    for task in running:
+        task.cancel()
+    if running:
+        await asyncio.wait(running)
+
+
+def renewed(group: PromptGroup) -> PromptGroup:
+    """The same draw, empty, for its next attempt."""
+    return replace(group, attempt=group.attempt + 1, samples=[_empty(sample) for sample in group.samples])
+
+
+def _empty(sample: Sample) -> Sample:
+    return Sample(
+        sample_index=sample.sample_index,
+        group_index=sample.group_index,
+        prompt=sample.prompt,
+        prompt_ids=sample.prompt_ids,
+        label=sample.label,
+        metadata=sample.metadata,
+        tools=sample.tools,
+    )
+
+
+def _call(context: RolloutContext, group: PromptGroup, place: int, seat: Seat, name: str) -> EngineCall:
+    return EngineCall(
+        name=f"{name}-g{group.group_index}.{group.attempt}.{place}",
+        sampling=context.sampling,
+        seed_key=(context.seed, group.group_index, place, group.attempt),
+        max_context=context.args.engine_max_context,
+        send=seat.send,
+    )

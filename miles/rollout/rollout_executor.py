@@ -1,0 +1,250 @@
+"""The rollout side's conductor: prompts go in, references to training data come out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+from miles.config.run_config import RunConfig
+from miles.data.data_source import DatasetSource
+from miles.data.dataset import load_prompts
+from miles.data.rollout_data import pack, split
+from miles.data.tokenizer import load_tokenizer
+from miles.engines.router import Router
+from miles.plugins import load
+from miles.protocols import Engine, ObjectStore, RolloutFn
+from miles.rewards.reward import RewardScorer
+from miles.rollout.context import RolloutContext, train_sampling
+from miles.rollout.cursor import merged
+from miles.rollout.evaluate import Evaluator
+from miles.rollout.filters import load_filter
+from miles.rollout.generate import build_generate, load_generate, single_turn
+from miles.rollout.group import cut_off
+from miles.rollout.metrics import rollout_metrics
+from miles.rollout.sample_log import write_samples
+from miles.rollout.verdicts import Verdicts
+from miles.tracking.ledger import Ledger
+from miles.types import EvalResult, RolloutDataRef, RolloutOutput
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+BUILTIN = {
+    "batch": "miles.rollout.batch_rollout.BatchRollout",
+    "fully_async": "miles.rollout.fully_async_rollout.FullyAsyncRollout",
+}
+STATE_FILE = "executor.json"
+
+
+class RolloutExecutor:
+    """Lives in a process of its own, on one event loop; holds no GPU.
+
+    Construction reads the tokenizer, the data and every plug, so that what is wrong with them is said before an engine starts.
+    """
+
+    def __init__(self, args: RunConfig, store: ObjectStore):
+        self.args = args
+        self.store = store
+        self.tokenizer = load_tokenizer(args)
+        rows = load_prompts(args.prompt_data, self.tokenizer, args).rows
+        self.data = DatasetSource(rows, args.n_samples_per_prompt, seed=args.seed, shuffle=args.shuffle, num_epoch=args.num_epoch)
+        self.make_rollout_fn = load(
+            args.rollout_function or ("fully_async" if args.fully_async else "batch"), BUILTIN, setting="--rollout-function"
+        )
+        self.ledger = Ledger(Path(args.run_dir) / "ledger.jsonl")
+        self.context = RolloutContext(
+            args=args,
+            data=self.data,
+            tokenizer=self.tokenizer,
+            scorer=RewardScorer(args),
+            ledger=self.ledger,
+            generate=single_turn,
+            sampling=train_sampling(args),
+            seed=args.seed,
+            verdicts=Verdicts(args, load_filter(args.group_filter), self.ledger),
+            num_rollout=self._num_rollout(),
+        )
+        self.context.generate = build_generate(load_generate(args.generate_function), self.context)
+        self.evaluator = Evaluator(args, self.context)
+        self.router: Router | None = None
+        self.rollout_fn: RolloutFn | None = None
+        self.weight_version = 0
+        self.stored: dict[int, RolloutDataRef] = {}  # rollouts handed out and not yet known to be trained
+        self.calls: set[asyncio.Task[Any]] = set()
+        self.disposed = False
+
+    async def init(self, engines: list[Engine]) -> None:
+        """Called once the engines are there; they may be stopped and started again behind their handles."""
+        if not engines:
+            raise ValueError("--num-engines: the rollout side needs at least one engine")
+        self.router = Router(engines, max_running=2 * self.args.engine_max_running)
+        for context in (self.context, self.evaluator.context):
+            context.router, context.num_engines = self.router, len(engines)
+        self.rollout_fn = self.make_rollout_fn(self.args, self.context)
+
+    def _num_rollout(self) -> int:
+        if self.args.num_rollout is not None:
+            return self.args.num_rollout
+        if self.args.num_epoch is None:
+            raise ValueError("give --num-rollout or --num-epoch: one of them says when the run ends")
+        return self._rollouts_per_epoch() * self.args.num_epoch
+
+    def _rollouts_per_epoch(self) -> int:
+        rows, size = self.data.rows(), self.args.rollout_batch_size
+        if rows < size:
+            raise ValueError(f"--prompt-data {self.args.prompt_data} has {rows} prompts, fewer than --rollout-batch-size {size}")
+        return rows // size
+
+    async def num_rollout_per_epoch(self) -> int:
+        """floor(rows / rollout_batch_size). Raises ValueError when that is 0."""
+        return self._rollouts_per_epoch()
+
+    async def get(self, rollout_id: int) -> RolloutDataRef:
+        """One rollout, packed, split among the trainers and stored.
+
+        Raises:
+            TimeoutError: generate_timeout passed; says what is in flight.
+            Exception: the first fault of anything that took part, as it was raised.
+        """
+        output = await self._call(self._generate(rollout_id))
+        data = pack(output.groups)
+        shares = split(data, self.args.num_trainers, self.args.samples_per_step, rollout_id, self.weight_version)
+        ref = RolloutDataRef(
+            rollout_id=rollout_id,
+            shares=[self.store.put(share) for share in shares],
+            num_samples=data.num_samples,
+            metrics=rollout_metrics(output.groups, data, self.weight_version) | output.metrics,
+            group_indices=[group.group_index for group in output.groups],
+        )
+        self.stored[rollout_id] = ref
+        self.ledger.note_all("drained", ref.group_indices, rollout_id=rollout_id, version=self.weight_version)
+        write_samples(
+            Path(self.args.run_dir) / "samples" / f"rollout_{rollout_id}.jsonl", output.groups, self.args.save_samples, self.tokenizer
+        )
+        return ref
+
+    async def _generate(self, rollout_id: int) -> RolloutOutput:
+        assert self.rollout_fn is not None, "init(engines) comes before get"
+        limit = self.args.generate_timeout
+        task = asyncio.ensure_future(self.rollout_fn(rollout_id))
+        try:
+            if not (await asyncio.wait({task}, timeout=limit))[0]:
+                seen = await self.stats()
+                raise TimeoutError(f"rollout {rollout_id} took longer than --generate-timeout {limit:g} s; in flight: {seen}")
+        finally:
+            await cut_off([task])
+        output = task.result()
+        if len(output.groups) != self.args.rollout_batch_size:
+            raise ValueError(
+                f"--rollout-function gave {len(output.groups)} groups, not --rollout-batch-size {self.args.rollout_batch_size}"
+            )
+        return output
+
+    async def eval(self, rollout_id: int, hf_dir: str | None = None) -> EvalResult:
+        """Evaluate all sets at the current weights, or `hf_dir` in snapshot mode. Failures are reasons in the result."""
+        return await self._call(self.evaluator(rollout_id, hf_dir, self.weight_version))
+
+    async def report_eval_skip(self, rollout_id: int, reason: str) -> None:
+        """An evaluation that was never started; whoever dispatches logs the missing point."""
+        logger.warning("no evaluation at rollout %d: %s", rollout_id, reason)
+
+    async def set_weight_version(self, version: int) -> None:
+        """After every publish: what is drained from now on is as old as its distance to `version`."""
+        if version < self.weight_version:
+            raise ValueError(f"weight version {version} after {self.weight_version}: versions never go backwards")
+        self.weight_version = version
+        self.context.weight_version = version
+        if self.rollout_fn is not None:
+            self.rollout_fn.set_weight_version(version)
+
+    async def note_trained(self, rollout_id: int, step: int) -> None:
+        """The trainers have used rollout `rollout_id`; `step` optimizer steps are done."""
+        ref = self.stored.pop(rollout_id, None)
+        if ref is not None:
+            self.ledger.note_all("trained", ref.group_indices, rollout_id=rollout_id, step=step)
+
+    async def save(self, rollout_id: int, directory: str) -> None:
+        """Write the data cursor as of the end of rollout `rollout_id`, whatever has been taken since, into the checkpoint folder."""
+        assert self.rollout_fn is not None
+        state = {
+            "rollout_id": rollout_id,
+            "weight_version": self.weight_version,
+            "data": merged(self.data.state(), self.rollout_fn.untrained(rollout_id)),
+        }
+        path = Path(directory) / STATE_FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(".tmp")
+        with temporary.open("w", encoding="utf-8") as file:
+            json.dump(state, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+
+    async def load(self, rollout_id: int, directory: str) -> None:
+        """Go on after rollout `rollout_id`, from its checkpoint folder. ValueError: no such file, or of another rollout."""
+        path = Path(directory) / STATE_FILE
+        try:
+            state = json.loads(path.read_text("utf-8"))
+        except (OSError, json.JSONDecodeError) as error:
+            raise ValueError(f"--load: no usable {path}: {error}") from error
+        if state["rollout_id"] != rollout_id:
+            raise ValueError(f"--load: {path} is of rollout {state['rollout_id']}, the trainers restored {rollout_id}")
+        self.data.load_state(state["data"])
+
+    async def stats(self) -> dict[str, Any]:
+        """What is in flight and what is waited for, for reports of stalls."""
+        function: Any = self.rollout_fn
+        return {
+            "weight_version": self.weight_version,
+            "rollouts_untrained": sorted(self.stored),
+            "calls": len(self.calls),
+            "waves": {name: table.stats() for name, table in self.context.tables.items()},
+            **(function.stats() if hasattr(function, "stats") else {}),
+        }
+
+    async def dispose(self) -> None:
+        """Cut off and await everything, give back what is stored. Idempotent, also after a failure."""
+        if self.disposed:
+            return
+        self.disposed = True
+        for task in list(self.calls):
+            task.cancel()
+        await asyncio.gather(*self.calls, return_exceptions=True)
+        if self.rollout_fn is not None:
+            await self.rollout_fn.dispose()
+        if self.router is not None and self.router.in_flight():
+            await self._abort_requests(self.router)
+        await self.context.scorer.dispose()
+        await self.evaluator.scorer.dispose()
+        for ref in self.stored.values():
+            self.ledger.note_all("abandoned", ref.group_indices)
+        self.store.free([share for ref in self.stored.values() for share in ref.shares])
+        self.stored.clear()
+        self.ledger.close()
+
+    async def _abort_requests(self, router: Router) -> None:
+        """Whatever a plug left in the engines. An engine that does not answer is not waited for: it is ended next."""
+        try:
+            await asyncio.wait_for(router.abort(), self.args.shutdown_timeout / 2)
+        except TimeoutError:
+            logger.warning("engines did not confirm the abort of %d requests", len(router.in_flight()))
+
+    async def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a call so that dispose can end it, whoever awaits it."""
+        if self.disposed:
+            work.close()
+            raise RuntimeError("the rollout side is disposed")
+        task = asyncio.ensure_future(work)
+        self.calls.add(task)
+        task.add_done_callback(self.calls.discard)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if self.disposed:
+                raise RuntimeError("the rollout side was disposed during this call") from None
+            raise

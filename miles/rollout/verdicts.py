@@ -1,0 +1,120 @@
+"""What becomes of a group that was run: kept, refused by the filter, or given up after its retries; counted and told."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+from miles.config.rollout import RolloutSection
+from miles.protocols import GroupFilter
+from miles.tracking.ledger import Ledger
+from miles.types import PromptGroup
+
+logger = logging.getLogger(__name__)
+
+
+class GroupFailed(Exception):
+    """A group's attempt came to nothing. `again` says whether another attempt may help; `kind` is what is counted."""
+
+    def __init__(self, group_index: int, kind: str, reason: str, again: bool):
+        super().__init__(f"group {group_index}: {reason}")
+        self.kind = kind
+        self.reason = reason
+        self.again = again
+
+
+class Verdicts:
+    """Counts since the last filled rollout, with two limits that end a run whose groups all come to nothing."""
+
+    def __init__(self, args: RolloutSection, group_filter: GroupFilter | None, ledger: Ledger):
+        self.args = args
+        self.group_filter = group_filter
+        self.ledger = ledger
+        self.filtered: Counter[str] = Counter()
+        self.dropped: Counter[str] = Counter()
+        self.retried = 0
+        self.scored = 0
+        self.stale = 0
+        self.lost_in_a_row = 0
+
+    def passes(self, group: PromptGroup) -> bool:
+        """Asks the filter about a scored group. Raises RuntimeError, with the counts, at group_filter_limit."""
+        self.scored += 1
+        self.lost_in_a_row = 0
+        tokens = sum(len(sample.response_ids) for sample in group.samples)
+        reason = self.group_filter(group) if self.group_filter is not None else None
+        if reason is None:
+            self.ledger.note("finished", group.group_index, attempt=group.attempt, tokens=tokens, version=group.oldest_version)
+            return True
+        self.ledger.note("filtered", group.group_index, attempt=group.attempt, tokens=tokens, reason=reason)
+        self.filtered[reason] += 1
+        size, limit = self.args.rollout_batch_size, self.args.group_filter_limit
+        if (count := self.filtered.total()) >= limit * size:
+            raise RuntimeError(
+                f"--group-filter {self.args.group_filter} filtered {count} of {self.scored} groups ({_listed(self.filtered)}) "
+                f"without filling one rollout of {size}; that is --group-filter-limit {limit} times the batch"
+            )
+        return False
+
+    def retries(self, group: PromptGroup, failure: GroupFailed) -> bool:
+        """Whether a failed group is started again; else it is dropped for good.
+
+        Raises:
+            RuntimeError: as many groups in a row as a rollout has were dropped, so nothing but failures comes.
+        """
+        if failure.again and group.attempt < self.args.group_retries:
+            self.ledger.note("retried", group.group_index, attempt=group.attempt, reason=failure.kind, detail=failure.reason)
+            self.retried += 1
+            return True
+        self.drop(group, failure.kind, failure.reason)
+        self.lost_in_a_row += 1
+        if self.lost_in_a_row >= max(self.args.rollout_batch_size, 2):
+            raise RuntimeError(
+                f"{self.lost_in_a_row} groups in a row failed and were dropped ({_listed(self.dropped)}); the last, {failure}"
+            ) from failure
+        return False
+
+    def too_old(self, group: PromptGroup, lag: int) -> bool:
+        """Whether a stale group is started again; else it is dropped.
+
+        Raises:
+            RuntimeError: at group_filter_limit, as an engine that gets no new weights makes every group stale for ever.
+        """
+        self.stale += 1
+        size, limit, allowed = self.args.rollout_batch_size, self.args.group_filter_limit, self.args.max_weight_staleness
+        if self.stale >= limit * size:
+            raise RuntimeError(
+                f"{self.stale} groups were too old (the last lags {lag} versions, --max-weight-staleness is {allowed}) without "
+                f"one rollout of {size} being filled: do all engines get new weights?"
+            )
+        if self.args.staleness_policy == "retry":
+            self.ledger.note("returned", group.group_index, attempt=group.attempt, reason="stale", lag=lag)
+            return True
+        self.drop(group, "stale", f"its oldest token lags {lag} versions, --max-weight-staleness is {allowed}")
+        return False
+
+    def drop(self, group: PromptGroup, kind: str, reason: str) -> None:
+        self.ledger.note("dropped", group.group_index, prompt=group.prompt_index, attempt=group.attempt, reason=kind, detail=reason)
+        logger.warning(
+            "dropped group %d (prompt %d) after attempt %d: %s", group.group_index, group.prompt_index, group.attempt + 1, reason
+        )
+        self.dropped[kind] += 1
+
+    def settle(self) -> dict[str, float]:
+        """The metrics of the rollout that was just filled; counting starts anew."""
+        metrics = {
+            "rollout/groups_filtered": float(self.filtered.total()),
+            "rollout/groups_dropped": float(self.dropped.total()),
+            "rollout/groups_retried": float(self.retried),
+            "rollout/groups_stale": float(self.stale),
+        }
+        metrics |= {f"rollout/groups_filtered/{reason}": float(count) for reason, count in sorted(self.filtered.items())}
+        metrics |= {f"rollout/groups_dropped/{kind}": float(count) for kind, count in sorted(self.dropped.items())}
+        self.filtered.clear()
+        self.dropped.clear()
+        self.retried = self.scored = self.stale = 0
+        return metrics
+
+
+def _listed(counts: Counter[str]) -> str:
+    return ", ".join(f"{reason} {count}" for reason, count in sorted(counts.items()))

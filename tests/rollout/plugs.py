@@ -1,0 +1,66 @@
+"""Rewards, tools and generate functions that the tests name by their dotted paths."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from miles.protocols import GenerateCall
+from miles.rollout.generate import append_completion
+from miles.types import PromptGroup, Sample, SampleStatus
+
+
+async def by_tokens(sample: Sample) -> dict[str, float]:
+    """A number that depends on the response's tokens alone."""
+    return {"reward": float(sum(sample.response_ids) % 7) / 4, "parity": float(sum(sample.response_ids) % 2)}
+
+
+async def by_place(sample: Sample) -> float:
+    """Different for siblings."""
+    return float(sample.sample_index % 2)
+
+
+async def by_label(sample: Sample) -> float | None:
+    """What the label says: a list gives each sibling its own reward."""
+    return sample.label[sample.sample_index % len(sample.label)] if isinstance(sample.label, list) else sample.label
+
+
+async def raises(sample: Sample) -> float:
+    raise KeyError("no such thing in my reward")
+
+
+async def stuck(sample: Sample) -> float:
+    """One sample's judge never answers."""
+    if sample.label == "stuck" and sample.sample_index % 4 == 1:
+        await asyncio.Event().wait()
+    return float(sample.sample_index % 2)
+
+
+def refuse_everything(group: PromptGroup) -> str | None:
+    return "never"
+
+
+async def broken_generate(sample: Sample, generate: GenerateCall) -> None:
+    completion = await generate(sample.prompt_ids)
+    append_completion(sample, completion)
+    sample.loss_mask.pop()
+    sample.status = SampleStatus.COMPLETED
+
+
+async def buggy_generate(sample: Sample, generate: GenerateCall) -> None:
+    raise TypeError("a bug in my environment")
+
+
+def add(a: int, b: int) -> int:
+    return a + b
+
+
+async def search(query: str) -> list[str]:
+    return [query, "found"]
+
+
+def fails() -> Any:
+    raise RuntimeError("the disk is full")
+
+
+TOOLS = {"add": add, "search": search, "fails": fails}
