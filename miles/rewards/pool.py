@@ -1,0 +1,199 @@
+"""Processes that run a sync reward function under hard limits: what hangs is killed, what dies is replaced, nobody else waits."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from miles.rewards.frames import receive, send
+from miles.types import Sample
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT = 120.0
+"""Seconds that a worker may take to import the user's module."""
+
+
+class FunctionError(RuntimeError):
+    """The function raised. `report` is its traceback."""
+
+    def __init__(self, message: str, report: str):
+        super().__init__(message)
+        self.report = report
+
+
+class LimitError(RuntimeError):
+    """The function took longer than its limit and was killed."""
+
+
+class WorkerDiedError(RuntimeError):
+    """The process died in the middle of the function, twice: a crash, or the kernel ended it for its memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSpec:
+    path: str  # dotted path of the function, or of a class constructed with `args`
+    args: Any
+    timeout: float  # seconds of one call, counted from its start, not from its wait in the queue
+    memory_gb: float
+
+
+class RewardPool:
+    """`num_workers` processes, each kept by a thread here that hands it one sample at a time.
+
+    A future tells the result, so any thread and any event loop can wait for it. Workers start at once, to be warm.
+    """
+
+    def __init__(self, spec: PoolSpec, num_workers: int):
+        self._spec = spec
+        self._tasks: queue.SimpleQueue[tuple[Sample, Future[Any]] | None] = queue.SimpleQueue()
+        self._closed = False
+        self._workers = [_Worker(spec) for _ in range(num_workers)]
+        self._keepers = [threading.Thread(target=self._keep, args=(w,), daemon=True, name="reward-keeper") for w in self._workers]
+        for keeper in self._keepers:
+            keeper.start()
+
+    def submit(self, sample: Sample) -> Future[Any]:
+        """The future raises FunctionError, LimitError or WorkerDiedError."""
+        if self._closed:
+            raise RuntimeError("the reward pool is closed")
+        future: Future[Any] = Future()
+        self._tasks.put((sample, future))
+        return future
+
+    def close(self) -> None:
+        """Kill the workers and wait for their keepers. Calls under way end with WorkerDiedError. Idempotent."""
+        self._closed = True
+        for worker in self._workers:
+            worker.close()
+        for _ in self._keepers:
+            self._tasks.put(None)
+        for keeper in self._keepers:
+            keeper.join(10.0)
+
+    def pids(self) -> list[int]:
+        """Process ids of the living workers."""
+        return [pid for worker in self._workers if (pid := worker.pid()) is not None]
+
+    def _keep(self, worker: _Worker) -> None:
+        with contextlib.suppress(FunctionError, LimitError, WorkerDiedError):
+            worker.start()  # a failure to start is told again, to whoever submits
+        while (task := self._tasks.get()) is not None:
+            sample, future = task
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                result = worker.call(sample)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+        worker.end()
+
+
+class _Worker:
+    """One process and our end of its socket. `close` may come from another thread; the rest is its keeper's."""
+
+    def __init__(self, spec: PoolSpec):
+        self._spec = spec
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: socket.socket | None = None
+        self._life: int | None = None
+        self._closed = False
+
+    def pid(self) -> int | None:
+        process = self._process
+        return process.pid if process is not None and process.poll() is None else None
+
+    def call(self, sample: Sample) -> Any:
+        """Run the function on one sample. A process that dies under it is replaced and the call made once more."""
+        for last_try in (False, True):
+            channel = self.start()
+            try:
+                channel.settimeout(self._spec.timeout)
+                send(channel, pickle.dumps((self._spec.timeout, sample)))
+                return self._answer(channel)
+            except TimeoutError:
+                self.end()
+                raise LimitError(f"took longer than --reward-timeout {self._spec.timeout:g} s; its process was killed") from None
+            except (EOFError, ConnectionError):
+                how = self.end()
+                if last_try or self._closed:
+                    raise WorkerDiedError(f"its process died ({how})") from None
+                logger.warning("a reward process died (%s); replaced, and its sample is scored again", how)
+        raise AssertionError("unreachable")
+
+    def _answer(self, channel: socket.socket) -> Any:
+        kind, value, report = pickle.loads(receive(channel))
+        if kind == "error":
+            raise FunctionError(value, report)
+        return value
+
+    def start(self) -> socket.socket:
+        """A running process that has loaded the function."""
+        if self._channel is not None:
+            return self._channel
+        ours, theirs = socket.socketpair()
+        life_read, life_write = os.pipe()
+        fds = (theirs.fileno(), life_read)
+        with self._lock:
+            if self._closed:
+                raise WorkerDiedError("the reward pool is closed")
+            # -c, not -m: the package of this very process, wherever it was imported from
+            code = f"import sys; sys.path[:] = {sys.path!r}; from miles.rewards.worker import main; main({fds[0]}, {fds[1]})"
+            self._process = subprocess.Popen([sys.executable, "-c", code], pass_fds=fds, start_new_session=True, stdin=subprocess.DEVNULL)
+            self._life = life_write
+        theirs.close()
+        os.close(life_read)
+        ours.settimeout(START_TIMEOUT)
+        start = {"path": self._spec.path, "args": self._spec.args, "memory_gb": self._spec.memory_gb}
+        try:
+            send(ours, pickle.dumps(start))
+            self._answer(ours)
+        except (TimeoutError, EOFError, ConnectionError, FunctionError) as error:
+            ours.close()
+            how = self.end()
+            if isinstance(error, FunctionError):
+                raise
+            raise WorkerDiedError(f"a reward process did not start ({how}): {error}") from None
+        self._channel = ours
+        return ours
+
+    def end(self) -> str:
+        """Kill the process and what it started; returns how it had ended, if it had."""
+        with self._lock:
+            process, self._process = self._process, None
+            channel, self._channel = self._channel, None
+            life, self._life = self._life, None
+        if channel is not None:
+            channel.close()
+        if life is not None:
+            os.close(life)
+        if process is None:
+            return "closed"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.2)  # an end of its own has a better exit code than ours
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        code = process.wait()
+        return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            process = self._process
+        if process is not None and process.poll() is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)

@@ -1,0 +1,109 @@
+"""Reward functions as users write them, good and bad."""
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+
+def label_in_response(sample):
+    return float(str(sample.label) in sample.response)
+
+
+async def label_in_response_async(sample):
+    await asyncio.sleep(0)
+    return float(str(sample.label) in sample.response)
+
+
+class Scaled:
+    def __init__(self, args):
+        self.scale = args.reward_timeout
+
+    def __call__(self, sample):
+        return self.scale
+
+
+class ScaledAsync(Scaled):
+    async def __call__(self, sample):
+        return self.scale
+
+
+def table(sample):
+    return {"reward": 0.5, "format": 1, "length": len(sample.response_ids)}
+
+
+def nothing(sample):
+    return None
+
+
+def raises(sample):
+    return helper_of_raises(sample)
+
+
+def helper_of_raises(sample):
+    raise KeyError("the user's own mistake")
+
+
+async def raises_async(sample):
+    return helper_of_raises(sample)
+
+
+def exits(sample):
+    sys.exit(3)
+
+
+def text(sample):
+    return "good"
+
+
+def nan(sample):
+    return float("nan")
+
+
+def as_told(sample):
+    """Does what the response says."""
+    match sample.response:
+        case "hang":
+            time.sleep(3600)
+        case "spin":
+            while True:
+                pass
+        case "hold the interpreter":
+            re.match(r"(a+)+$", "a" * 60 + "b")
+        case "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "eat":
+            return float(len(bytearray(8 << 30)))
+        case "raise":
+            raise ValueError("as told")
+        case "die once":
+            marker = Path(sample.metadata["marker"])
+            if not marker.exists():
+                marker.touch()
+                os._exit(7)
+        case "leave a child":
+            child = subprocess.Popen(["sleep", "3600"])
+            Path(sample.metadata["marker"]).write_text(str(child.pid))
+            time.sleep(3600)
+    return 1.0
+
+
+async def hang_async(sample):
+    await asyncio.sleep(3600)
+
+
+async def ignore_cancellation(sample):
+    while True:
+        try:
+            await asyncio.sleep(0.5)
+            return 1.0
+        except asyncio.CancelledError:
+            continue
+
+
+def pid(sample):
+    return os.getpid()
