@@ -24,7 +24,7 @@ BUILTIN = {
     "last_number": "miles.rewards.last_number.score",
     "f1": "miles.rewards.f1.score",
     "remote": "miles.rewards.remote.RemoteReward",
-    "reasoning_gym": "miles.rewards.reasoning_gym.score",
+    "reasoning_gym": "miles.rewards.reasoning_gym.ReasoningGym",
 }
 
 
@@ -72,7 +72,7 @@ class RewardScorer:
         try:
             reward, details = _read(await self._call(sample))
         except Exception as error:  # the border to the user's code
-            if self.name in BUILTIN and isinstance(error, LimitError | WorkerDiedError):
+            if self.name in BUILTIN and not self._is_async and isinstance(error, LimitError | WorkerDiedError):
                 reward, details = 0.0, {"over_limit": 1.0}  # an answer that its verifier cannot digest is a wrong one
             else:
                 self._fail(sample, error)
@@ -88,17 +88,24 @@ class RewardScorer:
                 raise outcome
 
     async def dispose(self) -> None:
-        """End the processes, and what async calls are left. Idempotent."""
+        """End the processes, connections and async calls that are left. A class's own async `dispose` is called. Idempotent."""
         for task in self._abandoned:
             task.cancel()
         if self._pool is not None:
             await asyncio.to_thread(self._pool.close)
+        elif inspect.iscoroutinefunction(close := getattr(self._function, "dispose", None)):
+            await close()
 
     async def _call(self, sample: Sample) -> Any:
         if self._pool is not None:
             return await asyncio.wrap_future(self._pool.submit(sample))
-        call = self._function(sample) if self._is_async else asyncio.to_thread(self._function, sample)
-        return await self._within_limit(call)
+        return await self._within_limit(self._contained(sample))
+
+    async def _contained(self, sample: Sample) -> Any:
+        try:
+            return await (self._function(sample) if self._is_async else asyncio.to_thread(self._function, sample))
+        except SystemExit as error:  # would end the event loop, and with it everybody's work
+            raise RuntimeError(f"the reward called for an exit: SystemExit: {error}") from error
 
     async def _within_limit(self, call: Coroutine[Any, Any, Any]) -> Any:
         """Unlike asyncio.wait_for, does not wait for a call that ignores its cancellation."""

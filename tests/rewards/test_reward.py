@@ -48,8 +48,8 @@ async def test_a_table_gives_details_and_none_is_unscored(scorer, answer, worker
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
-        ("raises", "KeyError: \"the user's own mistake\""),
-        ("raises_async", "KeyError: \"the user's own mistake\""),
+        ("raises", 'KeyError: "the user\'s own mistake"'),
+        ("raises_async", 'KeyError: "the user\'s own mistake"'),
         ("exits", "SystemExit: 3"),
         ("text", "could not convert string to float: 'good'"),
         ("nan", "not a finite number"),
@@ -57,11 +57,11 @@ async def test_a_table_gives_details_and_none_is_unscored(scorer, answer, worker
     ],
 )
 async def test_a_bad_reward_meets_the_policy(scorer, answer, function, reason):
-    def make(policy):
-        return scorer(f"reward_functions.{function}", reward_failure=policy, reward_timeout=1)
+    def make(policy, workers=0):
+        return scorer(f"reward_functions.{function}", reward_failure=policy, reward_timeout=1, reward_workers=workers)
 
     with pytest.raises(RewardError, match="sample 3") as failure:
-        await make("fail").score(answer("x"))
+        await make("fail", workers=1).score(answer("x"))
     assert reason in str(failure.value)
     if function.startswith("raises"):
         assert "helper_of_raises" in str(failure.value)
@@ -82,7 +82,7 @@ async def test_what_hangs_or_dies_is_replaced_and_nobody_else_loses(scorer, answ
     told = ["fine", "hang", "fine", "spin", "die", "fine", "eat", "raise", "fine", "hold the interpreter", "die once", "fine"]
     samples = [answer(what, metadata={"marker": str(tmp_path / "died")}) for what in told]
     await each.score_group(PromptGroup(1, 0, 0, samples))
-    by_order = {what: sample for what, sample in zip(told, samples, strict=True)}
+    by_order = dict(zip(told, samples, strict=True))
     assert [s.reward for s in samples if s.response == "fine"] == [1.0] * 5
     assert by_order["die once"].reward == 1.0
     for what, reason in {
@@ -130,8 +130,7 @@ async def test_dispose_ends_workers_that_hang_and_their_children(answer, tmp_pat
     scorer = RewardScorer(RewardSection(reward="reward_functions.as_told"))
     marker = tmp_path / "child"
     task = asyncio.ensure_future(scorer.score(answer("leave a child", metadata={"marker": str(marker)})))
-    while not (marker.exists() and marker.read_text()):
-        await asyncio.sleep(0.01)
+    await asyncio.to_thread(_wait_until, lambda: marker.exists() and marker.read_text())
     pids = [*scorer._pool.pids(), int(marker.read_text())]
     assert len(pids) == 2
     await scorer.dispose()
@@ -161,10 +160,7 @@ asyncio.run(main())
     pid = int(parent.stdout.readline())
     parent.kill()
     parent.wait()
-    deadline = time.monotonic() + 10
-    while _runs(pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not _runs(pid)
+    _wait_until(lambda: not _runs(pid))
 
 
 @pytest.mark.case("C17")
@@ -193,6 +189,13 @@ async def test_scores_on_the_main_thread_in_threads_and_many_at_once(scorer, ans
 def test_a_wrong_name_is_told_at_start(name, reason):
     with pytest.raises(ValueError, match=reason):
         RewardScorer(RewardSection(reward=name))
+
+
+def _wait_until(true, limit=20.0):
+    deadline = time.monotonic() + limit
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def _runs(pid: int) -> bool:
