@@ -1,0 +1,207 @@
+"""Ranges, combinations, arithmetic, files."""
+
+import math
+
+import pytest
+
+from miles.config.run_config import RunConfig
+from miles.config.validate import (
+    max_weight_lag,
+    newest_checkpoint,
+    validate,
+    validate_async_off_policy_correction,
+    warnings_of,
+)
+
+
+@pytest.mark.case("C86")
+def test_a_batch_that_does_not_divide_shows_the_numbers(refusal):
+    said = refusal("--num-rollout", "2", "--rollout-batch-size", "8", "--n-samples-per-prompt", "8", "--global-batch-size", "256")
+    for part in ("--num-rollout 2", "--rollout-batch-size 8", "--n-samples-per-prompt 8", "--global-batch-size 256", "128 < 256"):
+        assert part in said
+    assert "must divide the samples of one rollout" in refusal("--global-batch-size", "48")
+
+
+@pytest.mark.case("C86")
+@pytest.mark.parametrize("size", [1, 2, 16, 64])
+def test_a_batch_that_divides_is_taken(run, size):
+    assert run("--global-batch-size", str(size)).samples_per_step == size
+
+
+@pytest.mark.case("C88")
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        *(("--temperature", value) for value in ("0", "-1", "nan", "inf", "-inf")),
+        *(("--top-p", value) for value in ("0", "1.2", "-0.1", "nan")),
+        *(("--eval-top-p", value) for value in ("0", "1.2", "nan")),
+        *(("--eval-temperature", value) for value in ("-0.1", "nan", "inf")),
+        *(("--min-p", value) for value in ("-0.1", "1", "nan")),
+        ("--top-k", "-1"),
+        ("--n-samples-per-prompt", "0"),
+        ("--rollout-batch-size", "-2"),
+        ("--max-response-length", "-5"),
+        ("--max-response-length", "0"),
+        ("--eval-max-response-length", "-1"),
+        ("--max-prompt-length", "0"),
+        ("--lr", "nan"),
+        ("--lr", "0"),
+        ("--lr", "inf"),
+        ("--gamma", "1.1"),
+        ("--num-rollout", "0"),
+        ("--sample-timeout", "nan"),
+        ("--name", "a/b"),
+        ("--name", ".."),
+        ("--stop", ""),
+        ("--stop-token-ids", "-1"),
+        ("--seed", str(2**64)),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(refusal, flag, value):
+    assert f"  {flag}" in refusal(f"{flag}={value}")
+
+
+@pytest.mark.case("C88")
+def test_every_float_refuses_nan(refusal):
+    from miles.config.schema import settings
+
+    floats = [setting for setting in settings().values() if setting.kind == "float"]
+    said = refusal(*(f"{setting.flag}=nan" for setting in floats))
+    assert [setting.flag for setting in floats if f"  {setting.flag}" not in said] == []
+
+
+@pytest.mark.case("C88")
+def test_greedy_evaluation_is_accepted(run):
+    assert run("--eval-temperature", "0").eval_temperature == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        (["--fully-async", "--pause-mode", "abort"], "--fully-async, --pause-mode abort"),
+        (["--keep-old-actor", "--use-rollout-logprobs"], "--keep-old-actor, --use-rollout-logprobs"),
+        (["--kl-coef", "0.1"], "--kl-coef 0.1, --advantage-estimator grpo"),
+        (["--num-critic-only-steps", "1"], "there is no critic"),
+        (["--n-samples-per-prompt", "1"], "grpo compares siblings"),
+        (["--eval-interval", "2"], "needs --eval-data"),
+        (["--eval-mode", "snapshot"], "needs --eval-function"),
+        (["--eval-function", "my.evaluate"], "--eval-mode snapshot only"),
+        (["--eval-data", "held_out=nowhere.jsonl"], "--eval-data held_out=nowhere.jsonl: no such file"),
+        (["--prompt-data", "nowhere.jsonl"], "--prompt-data nowhere.jsonl: no such file"),
+        (["--hf-checkpoint", "./nowhere"], "`miles get-model`"),
+        (["--hf-checkpoint", "models/nowhere"], "`miles get-model`"),
+        (["--ref-checkpoint", "/nowhere"], "--ref-checkpoint /nowhere: no such directory"),
+        (["--load", "nowhere"], "--load nowhere: no complete checkpoint there"),
+        (["--max-response-length", "1024"], "no room is left for a prompt"),
+        (["--max-prompt-length", "1000", "--max-response-length", "100"], "1000 + 100 = 1100 tokens do not fit into 1024"),
+        (["--max-prompt-length", "1000", "--max-response-length", "8", "--eval-max-response-length", "50"], "in evaluation 1000 + 50"),
+        (["--in-process", "--ray-address", "auto"], "one process needs no cluster"),
+        (["--mini-ft-controller"], "--api-server-port"),
+        (["--gpus-per-trainer", "2"], "must be at most 1"),
+        (["--reward", "remote"], "needs --reward-url"),
+        (["--num-trainers", "65"], "leaves some of 65 ranks without any"),
+        (["--no-num-rollout"], "--num-rollout, --num-epoch: one of them"),
+        (["--start-rollout-id", "4"], "nothing to do"),
+        (["--min-lr", "1", "--lr-schedule", "cosine"], "may not end above its peak"),
+        (["--no-in-process", "--colocate", "--fully-async"], "--fully-async, --colocate"),
+    ],
+)
+def test_combinations_that_cannot_work(refusal, flags, part):
+    said = refusal(*flags)
+    assert part in said
+    assert said.startswith("1 problem "), said
+
+
+def test_a_run_without_data_and_model_is_told_both():
+    said = "\n".join(validate(RunConfig(num_rollout=1)))
+    assert "--prompt-data" in said
+    assert "--hf-checkpoint" in said
+
+
+def test_models_that_are_not_directories(run, refusal, monkeypatch, tmp_path):
+    assert run("--hf-checkpoint", "random:tiny")
+    assert run("--hf-checkpoint", "HuggingFaceTB/SmolLM2-135M-Instruct")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    assert "HF_HUB_OFFLINE" in refusal("--hf-checkpoint", "HuggingFaceTB/SmolLM2-135M-Instruct")
+    (tmp_path / "hub" / "models--HuggingFaceTB--SmolLM2-135M-Instruct").mkdir(parents=True)
+    assert run("--hf-checkpoint", "HuggingFaceTB/SmolLM2-135M-Instruct")
+    (tmp_path / "empty").mkdir()
+    assert "no config.json" in refusal("--hf-checkpoint", str(tmp_path / "empty"))
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    """Complete checkpoints of rollouts 1 and 3, and a torn one of 5."""
+    for number in (1, 3, 5):
+        folder = tmp_path / "checkpoints" / f"rollout_{number:06d}"
+        folder.mkdir(parents=True)
+        if number != 5:
+            (folder / "COMPLETE").touch()
+    return tmp_path / "checkpoints"
+
+
+def test_the_newest_complete_checkpoint(checkpoints):
+    assert newest_checkpoint(checkpoints) == 3
+    assert newest_checkpoint(checkpoints / "rollout_000001") == 1
+    assert newest_checkpoint(checkpoints / "rollout_000005") is None
+    assert newest_checkpoint(checkpoints / "nowhere") is None
+
+
+@pytest.mark.case("C67")
+def test_a_finished_run_has_nothing_left_to_do(refusal, run, checkpoints):
+    for total in ("4", "3"):
+        said = refusal("--load", str(checkpoints), "--num-rollout", total)
+        assert f"nothing to do: the checkpoint is at 4 of {total}" in said
+    assert run("--load", str(checkpoints), "--num-rollout", "6").num_rollout == 6
+    assert run("--load", str(checkpoints / "rollout_000001"), "--num-rollout", "4").num_rollout == 4
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "ppo"])
+def test_an_async_run_must_choose_a_correction(run, estimator):
+    args = run("--advantage-estimator", estimator, "--update-weights-interval", "3")
+    with pytest.raises(ValueError) as caught:
+        validate_async_off_policy_correction(args)
+    for part in ("--use-rollout-logprobs", "--use-tis", "--keep-old-actor", "up to 3 rollout", estimator):
+        assert part in str(caught.value)
+    for correction in ("--use-rollout-logprobs", "--use-tis", "--keep-old-actor"):
+        validate_async_off_policy_correction(run("--advantage-estimator", estimator, correction))
+
+
+def test_a_correction_that_does_not_reach_far_enough_warns_with_the_numbers(run, caplog):
+    validate_async_off_policy_correction(run("--keep-old-actor"))
+    assert caplog.text == ""
+    validate_async_off_policy_correction(run("--keep-old-actor", "--fully-async", "--max-weight-staleness", "4"))
+    assert "--max-weight-staleness 4 they may be 4 rollouts old" in caplog.text
+    caplog.clear()
+    validate_async_off_policy_correction(run("--keep-old-actor", "--use-tis", "--fully-async"))
+    assert caplog.text == ""
+
+
+def test_sft_needs_no_correction(good):
+    from miles.config.cli import resolve
+
+    args = resolve([*good, "--n-samples-per-prompt", "1"], preset={"advantage_estimator": "sft"})
+    validate_async_off_policy_correction(args)
+
+
+@pytest.mark.parametrize("interval", [1, 2, 5])
+def test_the_lag_law_of_plain_async(interval):
+    """Batch r + 1 is requested at the start of iteration r, and weights are published after (r + 1) % k == 0."""
+    published, lags = 0, []
+    for rollout in range(3 * interval):
+        lags.append(rollout + 1 - published)  # batch rollout + 1, trained after rollouts 0 .. rollout
+        if (rollout + 1) % interval == 0:
+            published = rollout + 1
+    assert max(lags) == max_weight_lag(RunConfig(update_weights_interval=interval)) == interval
+
+
+def test_warnings_tell_what_is_probably_not_meant():
+    assert warnings_of(RunConfig()) == []
+    assert any("--offload-train" in text for text in warnings_of(RunConfig(offload_train=True)))
+    assert any("--top-p" in text for text in warnings_of(RunConfig(top_p=0.9)))
+    assert any("--api-server-host" in text for text in warnings_of(RunConfig(api_server_port=1, api_server_host="0.0.0.0")))
+
+
+def test_nan_is_not_finite():
+    assert any("--lr" in text for text in validate(RunConfig.model_construct(**{**RunConfig().__dict__, "lr": math.nan})))
