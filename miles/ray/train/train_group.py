@@ -91,6 +91,8 @@ class TrainGroup:
         version = weight_update.version_after(self.args, rollout_id)
         with tracking.timeline().span("actor", "publish", **({} if rollout_id is None else {"rollout_id": rollout_id})):
             await weight_update.move(self.args, self.ranks, engines, version)
+        if rollout_id is not None:
+            log_step(rollout_id)
         return version
 
     async def save_model(self, rollout_id: int, force_sync: bool) -> None:
