@@ -83,6 +83,9 @@ class Host:
         self._loop = asyncio.get_running_loop()
         self._worker = await self._compute.run(lambda: plugins.load(cls)(**kwargs))
 
+    async def import_class(self, cls: str) -> None:
+        await self._compute.run(lambda: plugins.load(cls))
+
     async def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         function = getattr(self._worker, method, None)
         if function is None:

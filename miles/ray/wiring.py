@@ -20,6 +20,7 @@ from miles.ray.guard import RunGuard
 from miles.ray.run import Run
 from miles.ray.worker_manager import WorkerManager
 from miles.ray.worker_spec import Limit, WorkerSpec
+from miles.train.random_place import PREFIX, place_of
 from miles.types import Role
 
 logger = logging.getLogger(__name__)
@@ -188,9 +189,9 @@ class _RandomModels:
 
     def __init__(self, args: RunConfig) -> None:
         self._making: dict[str, subprocess.Popen[str]] = {}
-        named = {name: value for name in _MODEL_SETTINGS if (value := args.__dict__[name]) and value.startswith("random:")}
-        self._models = named
-        for model in dict.fromkeys(named.values()):
+        self._models = {name: value for name in _MODEL_SETTINGS if (value := args.__dict__[name]) and value.startswith(PREFIX)}
+        self._places = {model: place_of(model, args.seed) for model in self._models.values()}
+        for model in (model for model, place in self._places.items() if not place.is_dir()):
             command = [sys.executable, "-m", "miles.train.random_model", model, str(args.seed)]
             self._making[model] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -200,13 +201,11 @@ class _RandomModels:
         Raises:
             ValueError: no such model, or it could not be made.
         """
-        found = {}
         for model, process in self._making.items():
-            out, err = process.communicate()
+            _, error = process.communicate()
             if process.returncode:
-                raise ValueError(f"the model {model} could not be made:\n{err.strip()}")
-            found[model] = out.strip().splitlines()[-1]
-        return {name: found[model] for name, model in self._models.items()}
+                raise ValueError(f"the model {model} could not be made: {error.strip().splitlines()[-1]}")
+        return {name: str(self._places[model]) for name, model in self._models.items()}
 
     def stop(self) -> None:
         for process in self._making.values():

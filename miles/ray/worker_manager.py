@@ -59,6 +59,7 @@ class WorkerManager:
         self._closers: list[Callable[[], Awaitable[None]]] = []
         self._group: PlacementGroup | None = None
         self._place: dict[str, int] = {}
+        self._prepared: dict[str, Any] = {}
         self._shut: asyncio.Task[None] | None = None
         self.store: RayStore | ProcessStore = RayStore() if cluster else ProcessStore()
 
@@ -88,7 +89,7 @@ class WorkerManager:
     async def start(self, spec: WorkerSpec) -> WorkerHandle:
         """Start one worker and build its object. Raises what its constructor raises; nothing of it stays then."""
         assert spec.name not in self._workers, f"worker {spec.name} is there already"
-        log_path = str(self._logs / f"{spec.name}.log")
+        log_path = self._log_path(spec)
         channel: RayChannel | ProcessChannel
         channel = (
             RayChannel(spec.name, log_path, self._cluster.namespace) if self._cluster is not None else ProcessChannel(spec.name, log_path)
@@ -102,6 +103,14 @@ class WorkerManager:
             del self._workers[spec.name]
             raise
         return handle
+
+    def prepare(self, specs: Sequence[WorkerSpec]) -> None:
+        """Start the processes of workers that `start` will want later, and let them import what they need meanwhile."""
+        if self._cluster is None:
+            return
+        for spec in specs:
+            actor = self._prepared[spec.name] = self._actor(spec, self._log_path(spec))
+            actor.import_class.remote(spec.cls)
 
     async def start_all(self, specs: Sequence[WorkerSpec]) -> list[WorkerHandle]:
         """Start several side by side; the first failure is raised."""
@@ -156,7 +165,7 @@ class WorkerManager:
             worker.channel.host = Host(spec.name)
             build: Coroutine[Any, Any, None] = worker.channel.host.construct(spec.cls, spec.kwargs)
         else:
-            worker.actor = self._actor(spec, worker.handle.worker_log)
+            worker.actor = self._prepared.pop(spec.name, None) or self._actor(spec, worker.handle.worker_log)
             worker.channel.point_to(worker.actor)
             build = worker.channel.construct(spec.cls, spec.kwargs)
         task = asyncio.ensure_future(build)
@@ -167,6 +176,9 @@ class WorkerManager:
             limit = f"{spec.start.seconds:g} s ({spec.start.setting})"
             raise CallTimeout(f"worker {spec.name} was not up within {limit}; log: {worker.handle.worker_log}\n{text}")
         task.result()
+
+    def _log_path(self, spec: WorkerSpec) -> str:
+        return str(self._logs / f"{spec.name}.log")
 
     def _actor(self, spec: WorkerSpec, log_path: str) -> Any:
         assert self._cluster is not None
@@ -213,6 +225,10 @@ class WorkerManager:
         await asyncio.gather(*(_bounded(self.dispose_worker(w.handle), deadline - loop.time(), w.spec.name) for w in left))
         await asyncio.gather(*(self._end(worker) for worker in self._workers.values()))
         self._workers.clear()
+        for actor in self._prepared.values():
+            with contextlib.suppress(Exception):
+                ray.kill(actor, no_restart=True)
+        self._prepared.clear()
         if self._cluster is not None:
             if self._group is not None:
                 with contextlib.suppress(Exception):

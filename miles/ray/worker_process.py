@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
 import os
 import socket
@@ -41,6 +42,11 @@ class WorkerProcess:
         except BaseException as error:
             return None, to_failure(error)
         return None, None
+
+    async def import_class(self, cls: str) -> None:
+        """Ahead of `construct`, which says what is wrong with it."""
+        with contextlib.suppress(Exception):
+            await self._host.import_class(cls)
 
     async def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Failure | None]:
         try:

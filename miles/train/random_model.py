@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 import tempfile
@@ -16,9 +15,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-PREFIX = "random:"
-FORMAT = 1
-"""Part of the cached name: raise it when what is made changes."""
+from miles.train.random_place import PREFIX, place_of
 
 
 def _qwen3(vocabulary: int, size: int, inner: int, layers: int, heads: tuple[int, int, int]) -> dict[str, Any]:
@@ -82,10 +79,6 @@ TEMPLATE = """
 {% endif %}"""
 
 
-def cache_directory() -> Path:
-    return Path(os.environ.get("MILES_CACHE") or Path.home() / ".cache" / "miles") / "models"
-
-
 def resolve_checkpoint(name: str, seed: int) -> str:
     """Where the model called `name` lies: a random model is made if need be, any other name is returned as it is."""
     return str(ensure_model(name, seed)) if name.startswith(PREFIX) else name
@@ -99,7 +92,7 @@ def ensure_model(name: str, seed: int, directory: Path | None = None) -> Path:
     shape = name.removeprefix(PREFIX)
     if shape not in SHAPES:
         raise ValueError(f"--hf-checkpoint: no random model {shape!r}; there are {', '.join(SHAPES)}")
-    target = (directory or cache_directory()) / f"{shape}-seed{seed}-v{FORMAT}"
+    target = place_of(name, seed, directory)
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)

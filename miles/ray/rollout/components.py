@@ -18,7 +18,9 @@ async def create_rollout_components(args: RunConfig) -> tuple[InferenceControlle
     """
     run = runs.current()
     manager, worker_args = run.manager, run.worker_args()
-    await run.guard.watch(manager.reserve(all_specs(run)))
+    everything = all_specs(run)
+    await run.guard.watch(manager.reserve(everything))
+    manager.prepare([spec for spec in everything if spec.kind != "engine"])
     specs = [executor_spec(worker_args, manager.store), *engine_specs(worker_args)]
     handle, *engines = await run.guard.watch(manager.start_all(specs))
     executor = RemoteExecutor(args, run, handle)
