@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_ROUNDING = 4  # units in the last place; a spread no larger than this is rounding, not signal
+_ROUNDING = 4  # units in the last place: a spread no larger than this is rounding, not signal
+_NO_VARIANCE = 1e-13  # of the mean square: what float32 values and float64 sums of squares can lose
 
 
 @torch.no_grad()
@@ -47,7 +48,8 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, std_normalization: bool
     mean = zeros.index_add(0, group, rows) / count.clamp(min=1)
     highest = zeros.scatter_reduce(0, group, rows, "amax", include_self=False)
     lowest = zeros.scatter_reduce(0, group, rows, "amin", include_self=False)
-    rounding = _ROUNDING * torch.finfo(rewards.dtype).eps * torch.maximum(highest.abs(), lowest.abs())
+    unit = min(torch.finfo(rewards.dtype).eps, torch.finfo(torch.float32).eps)
+    rounding = _ROUNDING * unit * torch.maximum(highest.abs(), lowest.abs())
     spread = (highest - lowest > rounding) & (count > 1)  # [groups]
 
     deviation = rows - mean[group]  # [scored]
@@ -140,6 +142,6 @@ def normalize(advantages: Tensor, mask: Tensor, total: Tensor) -> Tensor:
         return torch.zeros_like(advantages)
     mean, mean_square = mean_sum / count, square_sum / count
     variance = mean_square - mean * mean
-    if variance <= (_ROUNDING * torch.finfo(advantages.dtype).eps) ** 2 * mean_square:
+    if variance <= _NO_VARIANCE * mean_square:
         return torch.zeros_like(advantages)
     return torch.where(mask != 0, (advantages.double() - mean) / variance**0.5, 0.0).to(advantages.dtype)
