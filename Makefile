@@ -1,0 +1,25 @@
+# make quickstart   a model learns sums on this machine, in about five minutes after the install
+# make install      the virtual environment .venv alone
+# make test         format, lint, types, and all tests
+.PHONY: help quickstart install check test clean
+PYTHON ?=
+export PYTHON
+
+help:
+	@sed -n 's/^# make/make/p' Makefile
+
+quickstart:
+	@scripts/install quickstart
+	@scripts/quickstart
+
+install:
+	@scripts/install dev
+
+check: install
+	@scripts/check
+
+test: check
+	@.venv/bin/python -m pytest -q
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
