@@ -1,5 +1,6 @@
 """miles plot RUN: a picture of it."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,5 +13,9 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     from miles.tracking.plots import plot_run
 
-    print(plot_run(options.run, options.out))
+    try:
+        print(plot_run(options.run, options.out))
+    except ValueError as error:
+        print(f"miles plot: {error}", file=sys.stderr)
+        return 1
     return 0

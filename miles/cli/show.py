@@ -13,6 +13,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
 
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     lines = history.read(options.run)
@@ -27,10 +28,10 @@ def main(argv: Sequence[str]) -> int:
         terminal.width = 200
     table = Table(
         "rollout",
-        *(name.replace("/", "/\n") for name in columns),
+        *(escape(name).replace("/", "/\n") for name in columns),
         box=None,
         header_style="dim",
-        title=str(options.run),
+        title=escape(str(options.run)),
         title_justify="left",
     )
     for rollout_id, row in list(rows.items())[-options.steps :]:
@@ -41,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     terminal.print("\n[dim]last value of the others[/]")
     rest = Table.grid(padding=(0, 2))
     for name in sorted(set(last) - shown):
-        rest.add_row(name, _cell(last[name]))
+        rest.add_row(escape(name), _cell(last[name]))
     terminal.print(rest)
     return 0
 

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console as Terminal
 from rich.console import Group
 from rich.live import Live
+from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -104,7 +105,7 @@ class Console:
         head = Table.grid(padding=(0, 1))
         count = f"{done}/{total}" if total else f"{done}"
         head.add_row(
-            f"[bold]{self.args.name}[/]", f"rollout {count}", ProgressBar(total or None, done, width=40), f"{minutes}:{seconds:02}"
+            f"[bold]{escape(self.args.name)}[/]", f"rollout {count}", ProgressBar(total or None, done, width=40), f"{minutes}:{seconds:02}"
         )
         steps = Table(box=None, padding=(0, 1), header_style="dim")
         steps.add_column("rollout", justify="right")
@@ -114,9 +115,9 @@ class Console:
             cells = [_show(form, metrics[name]) if name in metrics else "" for _, name, form in COLUMNS]
             steps.add_row(str(rollout_id), *cells)
         now = time.time()
-        waits = [f"{span.worker} {span.name} {now - span.start:.1f} s" for span in self.timeline.running()]
+        waits = [f"{escape(span.worker)} {escape(span.name)} {now - span.start:.1f} s" for span in self.timeline.running()]
         evals = [
-            f"{name} [green]{value:.3f}[/] [dim](rollout {at})[/]"
+            f"{escape(name)} [green]{value:.3f}[/] [dim](rollout {at})[/]"
             for name, (at, value) in self.evals.items()
             if "/reward" in name or "pass@" in name
         ]

@@ -1,0 +1,97 @@
+"""The run folder: new, moved aside, or continued without a fold-back."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from miles.tracking import history, ledger, run_folder, tracking
+from miles.tracking.ledger import Ledger
+
+
+def test_a_new_folder_has_its_parts_and_the_effective_settings(make):
+    args = make(seed=7)
+    folder = run_folder.prepare(args)
+    assert sorted(path.name for path in folder.iterdir()) == ["checkpoints", "config.toml", "logs", "samples"]
+    assert tomllib.loads((folder / "config.toml").read_text())["run"]["seed"] == 7
+
+
+def test_an_earlier_run_is_moved_aside_never_overwritten(make):
+    args = make()
+    for number in range(3):
+        folder = run_folder.prepare(args)
+        (folder / "mine").write_text(str(number))
+    names = {path.name: (path / "mine").read_text() for path in Path(args.run_root).iterdir()}
+    assert names == {"r": "2", "r.1": "0", "r.2": "1"}
+
+
+def test_an_empty_folder_is_taken_as_it_is(make):
+    args = make()
+    Path(args.run_dir).mkdir(parents=True)
+    run_folder.prepare(args)
+    assert [path.name for path in Path(args.run_root).iterdir()] == ["r"]
+
+
+def play(args, rollouts: range) -> None:
+    """A plain asynchronous run: the next rollout's groups are taken before this one is trained."""
+    tracking.init(args)
+    books = Ledger(Path(args.run_dir) / "ledger.jsonl")
+    if rollouts.start == 0:
+        books.note_all("taken", (0, 1))
+    else:
+        books.note_all("taken", (rollouts.start * 2, rollouts.start * 2 + 1))
+    for rollout in rollouts:
+        books.note_all("taken", (rollout * 2 + 2, rollout * 2 + 3))
+        books.note_all("trained", (rollout * 2, rollout * 2 + 1), rollout_id=rollout, step=rollout + 1)
+        tracking.log({"rollout/reward": rollout / 10}, rollout)
+        tracking.log({"train/loss": 1.0}, rollout, rollout + 1)
+        (Path(args.run_dir) / "samples" / f"rollout_{rollout:06d}.jsonl").write_text("{}\n")
+    books.close()
+    tracking.finish()
+
+
+@pytest.mark.case("C93")
+@pytest.mark.parametrize("named", ["folder", "rollout"])
+def test_after_a_resume_the_curve_goes_on_without_a_fold_back(make, checkpoint, named):
+    args = make()
+    play(args, range(5))
+    load = checkpoint(args, 2)
+    load = load if named == "folder" else f"{load}/rollout_000002"
+    resumed = make(load=load)
+    tracking.init(resumed)
+    tracking.finish()
+    assert [path.name for path in Path(args.run_root).iterdir()] == ["r"]
+    assert sorted(path.name for path in (Path(args.run_dir) / "samples").iterdir()) == [f"rollout_{n:06d}.jsonl" for n in range(3)]
+    play(resumed, range(3, 6))
+    read = history.read(args.run_dir)
+    assert history.series(read, "rollout/reward") == ([0, 1, 2, 3, 4, 5], [0.0, 0.1, 0.2, 0.3, 0.4, 0.5])
+    assert [line["rollout_id"] for line in read] == sorted(line["rollout_id"] for line in read)
+    books = ledger.balance(ledger.read(Path(args.run_dir) / "ledger.jsonl"))
+    assert books.holds, books.faults
+    assert books.ended["trained"] == 12
+
+
+def test_an_explicit_first_rollout_decides_what_is_cut(make, checkpoint):
+    args = make()
+    play(args, range(5))
+    tracking.init(make(load=checkpoint(args, 2), start_rollout_id=1))
+    assert history.series(history.read(args.run_dir), "rollout/reward")[0] == [0]
+
+
+def test_a_checkpoint_of_another_run_moves_the_old_folder_aside(make, checkpoint):
+    other = make(name="other")
+    run_folder.prepare(other)
+    args = make(load=checkpoint(other, 2))
+    play(make(), range(2))
+    run_folder.prepare(args)
+    assert sorted(path.name for path in Path(args.run_root).iterdir()) == ["other", "r", "r.1"]
+
+
+def test_a_torn_last_line_is_cut_off_at_a_resume(make, checkpoint):
+    args = make()
+    play(args, range(2))
+    with (Path(args.run_dir) / "metrics.jsonl").open("a") as file:
+        file.write('{"rollout_id": 1, "st')
+    tracking.init(make(load=checkpoint(args, 1)))
+    tracking.log({"rollout/reward": 0.2}, 2)
+    assert history.series(history.read(args.run_dir), "rollout/reward")[0] == [0, 1, 2]
