@@ -118,6 +118,7 @@ class EngineCore:
 
     def resume(self) -> None:
         self.ready.last_progress = time.monotonic()
+        self.weights.proven()
         self.paused = False
 
     def begin_update(self, plan: PublishPlan, receiver_rank: int) -> None:
@@ -192,7 +193,7 @@ class EngineCore:
         if self.decoder is None:
             return "not loaded"
         if not self.weights.intact and self.weights.plan is None:
-            return "a publish was cut off half way: weights are of two versions until a whole one succeeds"
+            return "a publish was cut off half way or came out wrong: nothing is served until a whole one succeeds"
         return ""
 
     def _hand_back(self, sequences: list[Sequence]) -> None:

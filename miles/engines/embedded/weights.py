@@ -19,12 +19,14 @@ SKIPPED = "skipped: "
 class ServedWeights:
     """The model's parameters under their state-dict names, tied ones once.
 
-    `intact` is False from the first received bucket until a whole publish has ended: the weights are of two versions then.
+    `intact` is False from the first received bucket until a whole publish has ended: the weights are of two versions then. A
+    publish that has ended can still be found wrong by the other end, until the engine is resumed (`proven`).
     """
 
     def __init__(self, model: PreTrainedModel, timeout: float) -> None:
         self.parameters: dict[str, Tensor] = dict(model.named_parameters())
         self.intact = True
+        self._unproven = False
         self.plan: PublishPlan | None = None
         self._timeout = timeout
         self._loader: WeightLoader | None = None
@@ -45,11 +47,17 @@ class ServedWeights:
         """Returns the checksums, read from the live parameters; {} where the plan asks for none."""
         assert self._loader is not None, "end_update before begin_update"
         checksums = self._loader.finish()
-        self.intact, self.plan = True, None
+        self.intact, self._unproven, self.plan = True, True, None
         return checksums
+
+    def proven(self) -> None:
+        """The engine is resumed: nobody has found fault with the last publish."""
+        self._unproven = False
 
     def abort(self) -> None:
         self.plan = None
+        if self._unproven:
+            self.intact = self._unproven = False
         if self._loader is not None:
             self._loader.abort()
 

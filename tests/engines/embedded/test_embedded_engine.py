@@ -36,13 +36,12 @@ def assert_equals_fresh_pass(model: PreTrainedModel, prompt: list[int], completi
     assert gap.max() < 1e-4
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.8, 0.0])
-@pytest.mark.parametrize("prefill_tokens", [7, 64, 4096])
+@pytest.mark.parametrize(("temperature", "prefill_tokens"), [(1.0, 4096), (0.7, 64), (1.8, 7), (0.0, 64)])
 async def test_logprobs_equal_a_fresh_forward_pass(
     start: Callable[..., EmbeddedEngine], reference: PreTrainedModel, temperature: float, prefill_tokens: int
 ) -> None:
     engine = await start(engine_prefill_tokens=prefill_tokens, engine_max_running=5)
-    asked = [ask(f"r{i}", prompt, new=5 + 3 * i, seed=i, temperature=temperature) for i, prompt in enumerate(prompts(12))]
+    asked = [ask(f"r{i}", prompt, new=5 + 2 * i, seed=i, temperature=temperature) for i, prompt in enumerate(prompts(12))]
     for request, completion in zip(asked, await asyncio.gather(*map(engine.generate, asked)), strict=True):
         assert len(completion.token_ids) == request.sampling.max_new_tokens
         assert completion.finish_reason is FinishReason.LENGTH
