@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,28 +12,24 @@ from miles.config.run_config import RunConfig
 from miles.engines.embedded.decoder import Decoder
 from miles.engines.embedded.model import load_model, move, pick_device, vocabulary_of
 from miles.engines.embedded.requests import Limits
-from miles.engines.embedded.sequence import Sequence
+from miles.engines.embedded.sequence import Reply, Sequence
 from miles.engines.embedded.stopping import Stopping
 from miles.engines.embedded.weights import ServedWeights
-from miles.types import Completion, EngineHealth, GenerateRequest, PauseMode, PublishPlan
+from miles.types import EngineHealth, GenerateRequest, PauseMode, PublishPlan
 
 logger = logging.getLogger(__name__)
-
-Deliver = Callable[[str, Completion | None, BaseException | None], None]
-"""Hands a request's end to its caller: (request id, completion, error)."""
 
 
 class EngineCore:
     """Model, decoder and weights of one engine, and whether it may decode now."""
 
-    def __init__(self, args: RunConfig, name: str, deliver: Deliver) -> None:
+    def __init__(self, args: RunConfig, name: str) -> None:
         self.args = args
         self.name = name
         self.decoder: Decoder | None = None  # from `load` on
         self.paused = False
         self.offloaded = False
         self.failure: BaseException | None = None
-        self._deliver = deliver
 
     def load(self) -> None:
         args = self.args
@@ -77,11 +72,11 @@ class EngineCore:
         logger.error("engine %s failed", self.name, exc_info=error)
         self.failure = error
         for sequence in self.ready.scheduler.cut(None):
-            self._deliver(sequence.request.request_id, None, error)
+            sequence.reply(None, error)
 
-    def submit(self, request: GenerateRequest) -> None:
+    def submit(self, request: GenerateRequest, reply: Reply) -> None:
         if self.failure is not None:
-            self._deliver(request.request_id, None, self.failure)
+            reply(None, self.failure)
             return
         decoder = self.ready
         sampling = request.sampling
@@ -90,9 +85,9 @@ class EngineCore:
         if not decoder.scheduler.running:
             decoder.last_progress = time.monotonic()
         try:
-            decoder.scheduler.add(Sequence(request, max_tokens=longest, stop_ids=ends))
+            decoder.scheduler.add(Sequence(request, reply, max_tokens=longest, stop_ids=ends))
         except ValueError as error:
-            self._deliver(request.request_id, None, ValueError(f"request {request.request_id}: {error}"))
+            reply(None, ValueError(f"request {request.request_id}: {error}"))
 
     def note_refused(self, request: GenerateRequest) -> None:
         """A request that was refused: its wave does not wait for it."""
@@ -198,8 +193,7 @@ class EngineCore:
 
     def _hand_back(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
-            request_id = sequence.request.request_id
             if sequence.failure is not None:
-                self._deliver(request_id, None, sequence.failure)
+                sequence.reply(None, sequence.failure)
             else:
-                self._deliver(request_id, sequence.completion(), None)
+                sequence.reply(sequence.completion(), None)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 from miles.config.run_config import RunConfig
 from miles.engines.embedded.core import EngineCore
@@ -12,21 +13,14 @@ from miles.engines.embedded.serving import ServingThread, settle
 from miles.types import Completion, EngineHealth, GenerateRequest, PauseMode, PublishPlan
 
 
-class Caller(NamedTuple):
-    """Who waits for a completion."""
-
-    loop: asyncio.AbstractEventLoop
-    future: asyncio.Future[Completion]
-
-
 class EmbeddedEngine:
     """One engine: a model, its slots, and one thread. Implements `miles.protocols.Engine`."""
 
     def __init__(self, args: RunConfig, name: str) -> None:
         self.name = name
-        self._core = EngineCore(args, name, self._deliver)
+        self._core = EngineCore(args, name)
         self._thread = ServingThread(name, self._core.step, self._core.has_work, self._core.fail)
-        self._callers: dict[str, Caller] = {}
+        self._pending: set[str] = set()  # request ids sent and not answered
         self._disposed = False
 
     async def init(self) -> None:
@@ -46,22 +40,23 @@ class EmbeddedEngine:
         self._check_open()
         request_id = request.request_id
         try:
-            if request_id in self._callers:
+            if request_id in self._pending:
                 raise ValueError(f"request {request_id}: a request of this id is running already")
             self._core.limits.check(request)
         except ValueError:
             self._thread.post(lambda: self._core.note_refused(request))
             raise
         loop = asyncio.get_running_loop()
-        caller = self._callers[request_id] = Caller(loop, loop.create_future())
-        self._thread.post(lambda: self._core.submit(request))
+        future: asyncio.Future[Completion] = loop.create_future()
+        self._pending.add(request_id)
+        self._thread.post(lambda: self._core.submit(request, partial(settle, loop, future)))
         try:
-            return await caller.future
+            return await future
         except asyncio.CancelledError:
             self._thread.post(lambda: self._drop(request_id))
             raise
         finally:
-            self._callers.pop(request_id, None)
+            self._pending.discard(request_id)
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
         return await self._call(self._core.abort, None if request_ids is None else frozenset(request_ids))
@@ -97,7 +92,7 @@ class EmbeddedEngine:
         await self._call(self._core.onload)
 
     async def health(self) -> EngineHealth:
-        return self._core.health(len(self._callers))
+        return self._core.health(len(self._pending))
 
     async def dispose(self) -> None:
         if not self._disposed:
@@ -116,8 +111,3 @@ class EmbeddedEngine:
     def _drop(self, request_id: str) -> None:
         """On the thread: the caller of this request has gone."""
         self._core.abort(frozenset([request_id]))
-
-    def _deliver(self, request_id: str, completion: Completion | None, error: BaseException | None) -> None:
-        """On the thread: one request has ended."""
-        if (caller := self._callers.get(request_id)) is not None:
-            settle(caller.loop, caller.future, completion, error)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from miles.types import Completion, FinishReason, GenerateRequest, VersionSpan
+
+Reply = Callable[[Completion | None, BaseException | None], None]
+"""Hands the end of one request to whoever sent it: a completion, or an error."""
 
 
 @dataclass(slots=True, eq=False)
@@ -16,6 +20,7 @@ class Sequence:
     """
 
     request: GenerateRequest
+    reply: Reply
     max_tokens: int  # prompt and response
     stop_ids: frozenset[int]
     tokens: list[int] = field(default_factory=list)  # prompt, then response

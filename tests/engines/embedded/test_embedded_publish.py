@@ -21,7 +21,9 @@ PROMPT = list(range(20, 44))
 
 
 def ask(request_id: str, prompt: list[int], new: int = 16, affinity: str = "", **sampling: object) -> GenerateRequest:
-    return GenerateRequest(request_id, prompt, SamplingParams(**({"max_new_tokens": new, "seed": 1, "ignore_eos": True} | sampling)), affinity)
+    return GenerateRequest(
+        request_id, prompt, SamplingParams(**({"max_new_tokens": new, "seed": 1, "ignore_eos": True} | sampling)), affinity
+    )
 
 
 class Publisher:
@@ -61,7 +63,7 @@ def trainer(models: list[PreTrainedModel]) -> Iterator[Publisher]:
 
 @pytest.fixture
 async def engine(start: Start) -> AsyncIterator[EmbeddedEngine]:
-    yield await start(engine_max_running=6)
+    return await start(engine_max_running=6)
 
 
 async def until(condition: Callable[[], bool]) -> None:

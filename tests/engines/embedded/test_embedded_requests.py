@@ -16,7 +16,9 @@ PROMPT = [5, 9, 301, 44, 17, 80]
 
 
 def ask(request_id: str, prompt: list[int], new: int = 16, affinity: str = "", **sampling: object) -> GenerateRequest:
-    return GenerateRequest(request_id, prompt, SamplingParams(**({"max_new_tokens": new, "seed": 1, "ignore_eos": True} | sampling)), affinity)
+    return GenerateRequest(
+        request_id, prompt, SamplingParams(**({"max_new_tokens": new, "seed": 1, "ignore_eos": True} | sampling)), affinity
+    )
 
 
 async def test_a_stop_token_ends_the_response_and_stays_in_it(start: Start) -> None:
@@ -100,7 +102,7 @@ async def test_a_request_id_runs_once_at_a_time(start: Start) -> None:
     engine = await start()
     first = asyncio.create_task(engine.generate(ask("r", PROMPT, new=60)))
     await asyncio.sleep(0)
-    with pytest.raises(ValueError, match="request r: .*already"):
+    with pytest.raises(ValueError, match=r"request r: .*already"):
         await engine.generate(ask("r", PROMPT))
     assert len((await first).token_ids) == 60
     assert len((await engine.generate(ask("r", PROMPT))).token_ids) == 16
@@ -237,3 +239,14 @@ async def test_a_disposed_engine_ends_what_it_had_and_refuses_more(start: Start)
     with pytest.raises(RuntimeError, match="disposed"):
         await engine.generate(ask("s", PROMPT))
     assert not (await engine.health()).healthy
+
+
+async def test_an_id_used_again_right_after_its_caller_went_away_gets_its_own_answer(start: Start) -> None:
+    engine = await start()
+    expected = await engine.generate(ask("r", PROMPT, new=3, seed=7))
+    for _ in range(10):
+        gone = asyncio.create_task(engine.generate(ask("r", PROMPT, new=4, seed=2)))
+        await asyncio.sleep(0)
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+        assert (await engine.generate(ask("r", PROMPT, new=3, seed=7))).token_ids == expected.token_ids
