@@ -37,6 +37,7 @@ class Timeline:
         self._spans: list[Span] = []
         self._running: dict[int, Span] = {}
         self._lock = threading.Lock()
+        self.changed = time.time()  # when a span last began or ended
         self._keep = keep_rollouts
         self._workers: dict[str, int] = {}
         self._first = True
@@ -56,6 +57,7 @@ class Timeline:
         span = Span(worker, name, time.time(), args=args)
         with self._lock:
             self._running[id(span)] = span
+            self.changed = span.start
         try:
             yield span
         finally:
@@ -106,6 +108,7 @@ class Timeline:
 
     def _note(self, span: Span) -> None:
         with self._lock:
+            self.changed = time.time()
             self._spans.append(span)
             newest = max(_rollout(other) for other in self._spans)
             if len(self._spans) > 64 * self._keep:

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from miles.config.validate import warnings_of
 from miles.tracking import logs, run_folder
 from miles.tracking.console import Console
 from miles.tracking.sinks import Sinks, as_number
+from miles.tracking.stalls import StallWatch
 from miles.tracking.timeline import Timeline
 
 logger = logging.getLogger(__name__)
@@ -27,6 +28,8 @@ class Tracking:
         self.timeline = Timeline(self.folder / "timeline.json")
         self.sinks = Sinks(args, self.folder)
         self.console = Console(args, self.timeline)
+        self.stalls = StallWatch(self.timeline, args.stall_timeout)
+        self.stalls.start()
         self.latest: dict[str, float] = {}
         self.steps_per_rollout = args.samples_per_rollout // args.samples_per_step
 
@@ -40,6 +43,7 @@ class Tracking:
         self.console.update(values, rollout_id)
 
     def finish(self) -> None:
+        self.stalls.stop()
         self.console.finish()
         self.sinks.finish()
         self.timeline.close()
@@ -72,6 +76,12 @@ def log(metrics: Mapping[str, Any], rollout_id: int, step: int | None = None) ->
 def timeline() -> Timeline:
     """This run's timeline; one that is not written when there is no run."""
     return _unsaved if _current is None else _current.timeline
+
+
+def set_worker_stacks(source: Callable[[], str]) -> None:
+    """Say how the workers' stacks are had, for the report of a run that stalls. Called once the workers are up."""
+    if _current is not None:
+        _current.stalls.worker_stacks = source
 
 
 def latest() -> Mapping[str, float]:

@@ -1,0 +1,69 @@
+"""When nothing moves for long: who waits for whom, and where."""
+
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+from miles.tracking.timeline import Timeline
+
+logger = logging.getLogger(__name__)
+
+
+class StallWatch:
+    """A thread that looks at the timeline and speaks up, once per `timeout` seconds in which no span began or ended.
+
+    `worker_stacks` returns the workers' stacks as text; it is called in that thread, may take its time, and may fail.
+    """
+
+    def __init__(self, timeline: Timeline, timeout: float, clock: Callable[[], float] = time.time) -> None:
+        self.timeline = timeline
+        self.timeout = timeout
+        self.worker_stacks: Callable[[], str] | None = None
+        self._clock = clock
+        self._said = timeline.changed
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="stall-watch", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Idempotent; does not wait for a report that is being written."""
+        self._stop.set()
+
+    def look(self) -> str | None:
+        """What to say now, if anything."""
+        now = self._clock()
+        since = max(self._said, self.timeline.changed)
+        if now - since < self.timeout:
+            return None
+        self._said = now
+        return report(self.timeline, now, self.worker_stacks)
+
+    def _run(self) -> None:
+        while not self._stop.wait(min(self.timeout / 4, 10.0)):
+            if (said := self.look()) is not None:
+                logger.warning("%s", said)
+
+
+def report(timeline: Timeline, now: float, worker_stacks: Callable[[], str] | None) -> str:
+    """What the run waits for, for how long, and the stacks of the driver and its workers."""
+    running = [f"  {span.worker}: {span.name} {span.args or ''} for {now - span.start:.0f} s" for span in timeline.running()]
+    parts = [f"no progress for {now - timeline.changed:.0f} s. Running:", *(running or ["  nothing"])]
+    if worker_stacks is not None:
+        try:
+            parts += ["the workers' stacks:", worker_stacks()]
+        except (OSError, RuntimeError, ValueError) as error:
+            parts.append(f"the workers did not tell their stacks: {type(error).__name__}: {error}")
+    return "\n".join([*parts, "the driver's stacks:", driver_stacks()])
+
+
+def driver_stacks() -> str:
+    """The stack of every thread of this process."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}" for ident, frame in sys._current_frames().items()
+    )

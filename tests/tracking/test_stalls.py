@@ -1,0 +1,76 @@
+"""A run that stalls says what it waits for, and where."""
+
+import threading
+import time
+
+import pytest
+
+from miles.tracking import tracking
+from miles.tracking.stalls import StallWatch
+from miles.tracking.timeline import Timeline
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.ahead = 0.0
+
+    def __call__(self) -> float:
+        return time.time() + self.ahead
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def test_it_speaks_up_once_per_timeout_and_names_what_runs(clock):
+    line = Timeline()
+    watch = StallWatch(line, 100.0, clock)
+    watch.worker_stacks = lambda: "engine-0: in decode"
+    with line.span("actor", "train", rollout_id=3):
+        assert watch.look() is None
+        clock.ahead = 101.0
+        said = watch.look()
+        assert "no progress for 101 s" in said
+        assert "actor: train {'rollout_id': 3} for 101 s" in said
+        assert "engine-0: in decode" in said
+        assert "test_it_speaks_up_once" in said  # the driver's own stack
+        assert watch.look() is None
+        clock.ahead = 202.0
+        assert "no progress for 202 s" in watch.look()
+
+
+def test_progress_keeps_it_silent(clock):
+    line = Timeline()
+    watch = StallWatch(line, 100.0, clock)
+    clock.ahead = 99.0
+    assert watch.look() is None
+    line.changed = clock()
+    clock.ahead = 198.0
+    assert watch.look() is None
+    clock.ahead = 200.0
+    assert watch.look() is not None
+
+
+def test_workers_that_do_not_answer_are_part_of_the_report(clock):
+    watch = StallWatch(Timeline(), 1.0, clock)
+
+    def silent() -> str:
+        raise TimeoutError("no answer")
+
+    watch.worker_stacks = silent
+    clock.ahead = 2.0
+    assert "did not tell their stacks: TimeoutError: no answer" in watch.look()
+
+
+def test_a_run_watches_itself(make):
+    tracking.init(make(stall_timeout=0.02))
+    told = threading.Event()
+
+    def stacks() -> str:
+        told.set()
+        return "stacks"
+
+    tracking.set_worker_stacks(stacks)
+    assert told.wait(20)
+    tracking.finish()
