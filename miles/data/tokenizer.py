@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerFast
 
 from miles.config.data import DataSection
 from miles.config.model import ModelSection
-from miles.data.tiny_tokenizer import tiny_tokenizer
 from miles.plugins import load
 from miles.types import Message
 
@@ -25,7 +24,7 @@ ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function
 
 
 def load_tokenizer(args: ModelSection) -> Any:
-    """The tokenizer of `args.hf_checkpoint`; for `random:...` models a small fixed one (`tiny_tokenizer`).
+    """The tokenizer of `args.hf_checkpoint`, a directory or a hub name.
 
     Reads tokenizer.json without importing torch. Checkpoints without one go through transformers' AutoTokenizer.
 
@@ -33,8 +32,6 @@ def load_tokenizer(args: ModelSection) -> Any:
         ValueError: names --hf-checkpoint and why nothing could be loaded.
     """
     name = args.hf_checkpoint
-    if name.startswith("random:"):
-        return tiny_tokenizer()
     is_path = name.startswith(("/", ".", "~")) or name.count("/") != 1
     path = Path(name).expanduser()
     if not name or (is_path and not path.is_dir()):
@@ -42,6 +39,8 @@ def load_tokenizer(args: ModelSection) -> Any:
     where = str(path) if path.is_dir() else name
     reader = PreTrainedTokenizerFast
     if path.is_dir() and not (path / "tokenizer.json").exists():
+        if not any((path / file).exists() for file in ("tokenizer_config.json", "config.json")):
+            raise ValueError(f"--hf-checkpoint: {name!r} holds neither tokenizer.json nor tokenizer_config.json nor config.json")
         logger.info("%s has no tokenizer.json; loading its own tokenizer class, which imports torch", where)
         reader = load("transformers.AutoTokenizer")
     try:
