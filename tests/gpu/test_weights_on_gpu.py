@@ -1,0 +1,93 @@
+"""Weights that leave from and arrive on GPUs. Run by hand: pytest -m gpu tests/gpu/test_weights_on_gpu.py"""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from miles.config.run_config import RunConfig
+from miles.weights.broadcast_group import Group
+from miles.weights.checksum import checksum
+from miles.weights.receiver import WeightLoader
+from miles.weights.sender import WeightPublisher
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 100_003, 80_000_001])
+def test_checksums_are_the_same_on_cpu_and_gpu(size: int) -> None:
+    data = torch.randint(0, 256, (size,), dtype=torch.uint8)
+    for kind in ("mix64", "xxh3_64"):
+        assert checksum(data.cuda(), kind) == checksum(data, kind)
+
+
+def test_mix64_is_fast() -> None:
+    data = torch.randn(1 << 29, device="cuda")
+    seconds = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        checksum(data, "mix64")
+        seconds.append(time.perf_counter() - started)
+    speed = data.nbytes / min(seconds) / 1e9
+    print(f"mix64: {speed:.0f} GB/s")
+    assert speed > 50
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "disk", "broadcast"])
+@pytest.mark.parametrize("devices", [("cuda:0", "cuda:0"), ("cuda:0", "cpu")])
+def test_gpu_weights_arrive_on_any_device(transport: str, devices: tuple[str, str], tmp_path: Path) -> None:
+    """Trainer and engines share one GPU, so broadcast goes over gloo."""
+    publish_over(transport, devices, 0.5, tmp_path)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 3, reason="NCCL wants one GPU for each member")
+def test_broadcast_over_nccl(tmp_path: Path) -> None:
+    publish_over("broadcast", ("cuda:1", "cuda:2"), 1.0, tmp_path)
+
+
+def test_the_nccl_group_stands_apart_from_the_default_one() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    group = Group(30.0)
+    group.join(store, 1, 0, 1, backend="nccl", address="127.0.0.1")
+    group.broadcast(torch.zeros(1 << 20, dtype=torch.uint8, device="cuda"))
+    assert not dist.is_initialized()
+    group.leave()
+
+
+def publish_over(transport: str, devices: tuple[str, str], gpu_share: float, folder: Path) -> None:
+    args = RunConfig(
+        weight_bucket_mb=16,
+        weight_transport=transport,
+        weight_sync_dir=str(folder),
+        publish_timeout=60.0,
+        gpus_per_trainer=gpu_share,
+        gpus_per_engine=gpu_share,
+    )
+    weights = {f"w{index}": torch.randn(1000 + index, 1000, device="cuda:0") for index in range(20)}
+    publisher = WeightPublisher([(name, torch.bfloat16, tensor.shape) for name, tensor in weights.items()], args, "cuda:0")
+    parameters = [{name: torch.zeros(w.shape, dtype=torch.bfloat16, device=device) for name, w in weights.items()} for device in devices]
+    loaders = [WeightLoader(own, 60.0) for own in parameters]
+    with ThreadPoolExecutor(3) as pool:
+        for version in (1, 2):
+            plan = publisher.plan(version, num_receivers=2)
+            assert plan.checksum == "mix64"
+            for rank, loader in enumerate(loaders):
+                loader.begin(plan, rank)
+            for index, bucket in enumerate(plan.buckets):
+                sending = pool.submit(publisher.send_bucket, index, [(spec.name, weights[spec.name]) for spec in bucket])
+                if not plan.concurrent:
+                    sending.result()
+                for receiving in [pool.submit(loader.receive, index) for loader in loaders]:
+                    receiving.result()
+                sending.result()
+            assert [loader.finish() for loader in loaders] == [publisher.checksums()] * 2
+            publisher.close()
+    for own in parameters:
+        assert all(torch.equal(own[name].cpu(), weight.bfloat16().cpu()) for name, weight in weights.items())
+    publisher.dispose()
+    for loader in loaders:
+        loader.dispose()
