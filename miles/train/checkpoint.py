@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import warnings
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
@@ -60,11 +62,11 @@ class Checkpointer:
             directory.mkdir(parents=True, exist_ok=True)
             (directory / PROGRESS).write_text(json.dumps(asdict(progress)))
         self.ranks.barrier()
-        state = self._state(with_moments=progress.step > 0)
+        state, group = self._state(with_moments=progress.step > 0), self._group()
         if force_sync:
-            dcp.save(state, checkpoint_id=directory, process_group=self.ranks.saving, no_dist=self.ranks.saving is None)
+            dcp.save(state, checkpoint_id=directory, process_group=group, no_dist=group is None)
             return
-        started = dcp.async_save(state, checkpoint_id=directory, process_group=self.ranks.saving, no_dist=self.ranks.saving is None)
+        started = dcp.async_save(state, checkpoint_id=directory, process_group=group, no_dist=group is None)
         self._running = started.upload_completion if isinstance(started, AsyncSaveResponse) else started
 
     def wait(self) -> None:
@@ -76,8 +78,8 @@ class Checkpointer:
     def load(self, directory: Path) -> Progress:
         """Restore model, optimizer and random state in place."""
         progress = Progress(**json.loads((directory / PROGRESS).read_text()))
-        state = self._state(with_moments=progress.step > 0)
-        dcp.load(state, checkpoint_id=directory, process_group=self.ranks.saving, no_dist=self.ranks.saving is None)
+        state, group = self._state(with_moments=progress.step > 0), self._group()
+        dcp.load(state, checkpoint_id=directory, process_group=group, no_dist=group is None)
         torch.set_rng_state(state["random.cpu"])
         if "random.device" in state:
             torch.cuda.set_rng_state(state["random.device"])
@@ -86,6 +88,12 @@ class Checkpointer:
                 self.optimizer.state[parameter]["step"].fill_(progress.step)
         logger.info("restored rollout %d, optimizer step %d from %s", progress.rollout_id, progress.step, directory)
         return progress
+
+    def _group(self) -> dist.ProcessGroup | None:
+        """The ranks that save together; None for one rank alone, which is no accident worth a warning."""
+        if self.ranks.saving is None:
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        return self.ranks.saving
 
     def _named(self) -> dict[str, torch.nn.Parameter]:
         return dict(self.model.named_parameters())

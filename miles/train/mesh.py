@@ -31,15 +31,17 @@ class Ranks:
     def join(self, master_address: str, master_port: int, timeout: float, sharded: bool) -> None:
         """Meet the other ranks. `sharded`: make the device mesh that FSDP needs.
 
+        A process that already is this rank of a group of this size, for its other role, uses that group.
+
         Raises:
-            ValueError: this process already is part of another group, as when several ranks share one process.
+            ValueError: this process already is another rank.
         """
         if not sharded:
             assert self.world_size == 1
             return
         if dist.is_initialized():
-            if (dist.get_world_size(), dist.get_rank()) != (self.world_size, self.rank) or self.world_size > 1:
-                raise ValueError("--in-process: this process can host only one rank of one trainer; set --num-trainers 1")
+            if (dist.get_world_size(), dist.get_rank()) != (self.world_size, self.rank):
+                raise ValueError("--in-process: this process already is another rank; set --num-trainers 1")
         else:
             dist.init_process_group(
                 backend="cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",

@@ -27,10 +27,15 @@ def shard(model: TrainedModel, mesh: DeviceMesh, dtype: torch.dtype) -> None:
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+    add_gradients(model)
+
+
+def add_gradients(model: nn.Module) -> None:
+    """Losses are weighted with global counts, so gradients of ranks are added, never averaged."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # losses are weighted with global counts, so gradients of ranks are added, never averaged
             module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sums
 
 
 def local(tensor: Tensor) -> Tensor:

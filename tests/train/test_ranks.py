@@ -1,0 +1,140 @@
+"""Two real ranks over gloo give what one gives."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from miles.train.trainer import Trainer
+from tests.train.rollouts import Store, make_shares, make_trainer, settings
+from tests.train.two_ranks import GRPO, PPO
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def one_rank(model: str, store: Store, **changes: Any) -> Trainer:
+    return make_trainer(settings(model, **(GRPO | {"num_trainers": 1} | changes)), store)
+
+
+def train(trainer: Trainer, store: Store, seeds: range) -> list[Any]:
+    shares = [make_shares(seed, samples_per_step=trainer.args.samples_per_step)[0] for seed in seeds]
+    return [trainer.train(seed, store.put(share)).metrics_per_step for seed, share in zip(seeds, shares, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def alone(tiny: str, folder: Path) -> dict[str, Any]:
+    """The same steps on one rank, with a checkpoint after two rollouts."""
+    store = Store()
+    trainer = one_rank(tiny, store)
+    metrics = train(trainer, store, range(2))
+    weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer.save(1, str(folder / "from_one"), force_sync=True)
+    (folder / "from_one" / "COMPLETE").touch()
+    after = train(trainer, store, range(2, 3))
+    return {"metrics": metrics, "weights": weights, "next": after, "weights_next": dict(trainer.model.named_parameters())}
+
+
+@pytest.fixture(scope="module")
+def together(alone: dict[str, Any], tiny: str, folder: Path) -> dict[str, Any]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "tests.train.two_ranks"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen([*command, str(rank), str(port), str(folder), tiny], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        errors = [process.communicate(timeout=150)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
+    return torch.load(folder / "results.pt", weights_only=False)
+
+
+def close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
+    assert list(a) == list(b)
+    for name, tensor in a.items():
+        assert (tensor - b[name]).abs().max() < tolerance, name
+
+
+@pytest.mark.case("C40")
+def test_gradient_is_the_global_token_mean_under_any_split(together: dict[str, Any]) -> None:
+    assert set(together["scalar"]) == {"one-1", "one-2", "three-1", "three-2"}
+    for gradient, norm in together["scalar"].values():
+        assert gradient == pytest.approx(0.2, abs=1e-7)
+        assert norm == pytest.approx(0.2, abs=1e-7)
+
+
+@pytest.mark.case("C40")
+def test_two_ranks_train_the_same_weights_as_one(alone: dict[str, Any], together: dict[str, Any]) -> None:
+    close(alone["weights"], together["weights"])
+    close(alone["weights_next"], together["weights_next"])
+
+
+def test_metrics_are_global(alone: dict[str, Any], together: dict[str, Any]) -> None:
+    for ours, theirs in zip(alone["metrics"] + alone["next"], together["metrics"] + together["next"], strict=True):
+        for mine, other in zip(ours, theirs, strict=True):
+            assert mine.keys() == other.keys()
+            for name in mine:
+                if not name.startswith("perf/") and name != "train/computed_tokens":
+                    assert mine[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), name
+
+
+@pytest.mark.case("C59")
+def test_tied_weights_stay_one_and_travel_once(together: dict[str, Any]) -> None:
+    publish = together["publish"]
+    assert together["tied"]
+    assert "lm_head.weight" not in publish["target"]
+    assert publish["buckets"] > 1
+    assert publish["sent"] == publish["received"] == publish["checksums"]
+    assert len(publish["sent"]) == len(publish["target"])
+    close(publish["target"], {name.removeprefix("hf."): tensor for name, tensor in together["weights"].items()}, 1e-12)
+
+
+def test_two_ranks_read_what_one_wrote(together: dict[str, Any], alone: dict[str, Any]) -> None:
+    close(together["weights_resumed"], alone["weights_next"])
+
+
+def test_one_rank_reads_what_two_wrote(together: dict[str, Any], tiny: str, store: Store, folder: Path) -> None:
+    trainer = one_rank(tiny, store, load=str(folder / "from_two"))
+    close(dict(trainer.model.named_parameters()), together["weights"], 1e-12)
+    assert trainer.step == 4
+    train(trainer, store, range(2, 3))
+    close(dict(trainer.model.named_parameters()), together["weights_next"])
+
+
+def test_export_from_shards_loads(together: dict[str, Any], folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder / "hf")
+    close({f"hf.{name}": p for name, p in model.named_parameters()}, together["weights_next"], 1e-12)
+
+
+def test_fewer_samples_than_ranks_and_nothing_to_learn(together: dict[str, Any]) -> None:
+    assert together["few-7"][0]["train/num_tokens"] > 0
+    (lonely,) = together["few-8"]  # a group of one has no advantage
+    assert lonely["train/grad_norm"] == 0.0
+    assert lonely["train/num_tokens"] > 0
+
+
+def test_critic_and_actor_of_two_ranks_equal_those_of_one(together: dict[str, Any], tiny: str, store: Store) -> None:
+    args = settings(tiny, **(PPO | {"num_trainers": 1}))
+    critic, actor = make_trainer(args, store, "critic"), make_trainer(args, store)
+    share = store.put(make_shares(0)[0])
+    first = critic.train(0, share)
+    actor.train(0, share, first.values)
+    close(dict(critic.model.named_parameters()), together["critic_weights"])
+    close(dict(actor.model.named_parameters()), together["actor_weights"])
+    assert first.metrics_per_step[0]["train/value_loss"] == pytest.approx(together["critic"][0]["train/value_loss"], rel=1e-4)
