@@ -3,6 +3,7 @@
 # make test         format, lint, types, and all tests
 .PHONY: help quickstart install check test clean
 PYTHON ?=
+ARGS ?=
 export PYTHON
 
 help:
@@ -10,7 +11,7 @@ help:
 
 quickstart:
 	@scripts/install quickstart
-	@scripts/quickstart
+	@.venv/bin/python scripts/quickstart.py $(ARGS)
 
 install:
 	@scripts/install dev
