@@ -55,9 +55,7 @@ def report(lines: list[dict[str, Any]], seconds: float) -> Table:
         table.add_column(name, justify="left" if not name else "right")
     held_out = int(column(lines, "eval/sums/count")[-1])
     table.add_row(f"right answers to {held_out} held-out sums", f"{accuracy[0]:.0%}", f"[bold green]{accuracy[-1]:.0%}[/]")
-    table.add_row(
-        f"reward in training, first and last {few} rollouts", f"{sum(reward[:few]) / few:.2f}", f"{sum(reward[-few:]) / few:.2f}"
-    )
+    table.add_row(f"reward in training, first and last {few} rollouts", f"{sum(reward[:few]) / few:.2f}", f"{sum(reward[-few:]) / few:.2f}")
     for name, values, form in (
         ("rollouts trained", [float(len(reward))], "{:.0f}"),
         ("lag of the samples, in weight versions", [max(column(lines, "train/weight_lag_max"), default=0.0)], "{:.0f}"),
