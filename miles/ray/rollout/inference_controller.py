@@ -79,7 +79,7 @@ class InferenceController:
 
     async def init(self) -> None:
         """Bring up all engines, side by side. Past its limit, or on its first error, the run ends and names the log."""
-        await self._run.guard.watch(all_or_first_error([self._bring_up(cell) for cell in self._cells.values()]))
+        await self._run.guard.watch(self._run.manager.load_all([self._bring_up(cell) for cell in self._cells.values()]))
 
     async def _bring_up(self, cell: EngineCell) -> None:
         """Load the model, and leave the engine watched and without weights of the run."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, cast
 
 from miles.config.run_config import RunConfig
@@ -29,6 +30,7 @@ class TrainGroup:
         self._run = run
         self._state = CellState(role, {"role": "trainer"})
         self._saving: int | None = None  # the rollout whose asynchronous save may not be on disk yet
+        self._offloaded = False
         self._on_trained: Callable[[int, int], Awaitable[None]] | None = None
 
     def on_trained(self, callback: Callable[[int, int], Awaitable[None]]) -> None:
@@ -47,6 +49,7 @@ class TrainGroup:
         """Make one rollout's optimizer steps. The critic returns its values; the actor takes them as `external_data`."""
         if self._run.open_rollout is None:
             await self._run.guard.halt_if_asked()
+        await self.onload()
         values: Sequence[ObjectRef | None] = external_data.shares if external_data is not None else [None] * len(self.ranks)
         assert len(data_ref.shares) == len(values) == len(self.ranks), "one share for each rank"
         calls = [rank.train(rollout_id, share, value) for rank, share, value in zip(self.ranks, data_ref.shares, values, strict=True)]
@@ -90,7 +93,8 @@ class TrainGroup:
         """Publish the current weights to `engines`, proved by checksums. Returns their version."""
         version = weight_update.version_after(self.args, rollout_id)
         with tracking.timeline().span("actor", "publish", **({} if rollout_id is None else {"rollout_id": rollout_id})):
-            await weight_update.move(self.args, self.ranks, engines, version)
+            async with self._awake():
+                await weight_update.move(self.args, self.ranks, engines, version)
         if rollout_id is not None:
             log_step(rollout_id)
         return version
@@ -117,13 +121,29 @@ class TrainGroup:
     async def export_hf(self, rollout_id: int, path: str) -> None:
         """Write a Hugging Face checkpoint of the current weights."""
         logger.info("exporting the weights after rollout %d to %s", rollout_id, path)
-        await self._all("export_hf", path)
+        async with self._awake():
+            await self._all("export_hf", path)
 
     async def onload(self) -> None:
-        await self._all("onload")
+        """Back on the device. Idempotent."""
+        if self._offloaded:
+            await self._all("onload")
+            self._offloaded = False
 
     async def offload(self) -> None:
-        await self._all("offload")
+        """Weights and optimizer leave the device; whatever needs them there brings them back. Idempotent."""
+        if not self._offloaded:
+            await self._all("offload")
+            self._offloaded = True
+
+    @asynccontextmanager
+    async def _awake(self) -> AsyncIterator[None]:
+        """On the device for a while."""
+        was_offloaded = self._offloaded
+        await self.onload()
+        yield
+        if was_offloaded:
+            await self.offload()
 
     def cells(self) -> list[Cell]:
         """This role as one cell of the control API, to look at."""

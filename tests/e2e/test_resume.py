@@ -1,0 +1,68 @@
+"""A resumed run goes on as if it had never stopped."""
+
+import pytest
+
+from miles.ray.guard import EndOfRun
+
+pytestmark = pytest.mark.filterwarnings("default")  # as users run it
+
+
+@pytest.mark.case("C61")
+@pytest.mark.case("C63")
+def test_a_resumed_run_equals_an_uninterrupted_one(drive):
+    whole = drive("whole", "--num-rollout", 6, "--save-interval", 2)
+    stopped = drive("stopped", "--num-rollout", 6, "--save-interval", 2, "--debug-exit-after-rollout", 4)
+    assert [rollout for rollout, _ in stopped.series("train/loss")] == [0, 1, 2, 3]
+    resumed = drive("stopped", "--num-rollout", 6, "--save-interval", 2, "--load", stopped.folder / "checkpoints")
+    assert [rollout for rollout, _ in resumed.series("train/loss")] == [0, 1, 2, 3, 4, 5]
+    assert resumed.trained_groups() == whole.trained_groups()
+    # The first batch after a resume is written by the newest weights, as the first of any run, so its lag is 0 and not 1.
+    assert [lag for _, lag in resumed.series("train/weight_lag_max")] == [0, 1, 1, 1, 0, 1]
+    assert resumed.series("train/policy_loss")[:4] == whole.series("train/policy_loss")[:4]
+    assert [version for _, version in resumed.series("rollout/weight_version")][4:] == [5, 5]
+
+
+@pytest.mark.case("C63")
+def test_fully_async_trains_every_group_once_across_a_resume(drive):
+    first = drive("fully", "--fully-async", "--num-rollout", 6, "--save-interval", 3, "--debug-exit-after-rollout", 3)
+    run = drive("fully", "--fully-async", "--num-rollout", 6, "--save-interval", 3, "--load", first.folder / "checkpoints")
+    groups = [group for rollout in run.trained_groups().values() for group in rollout]
+    assert len(groups) == 24
+    assert sorted(groups) == sorted(set(groups))
+    assert max(groups) < 24 + 8
+
+
+@pytest.mark.case("C67")
+def test_nothing_left_to_do_is_said(drive):
+    done = drive("done", "--save-interval", 4)
+    before = done.lines
+    with pytest.raises((EndOfRun, SystemExit)):
+        drive("again", "--num-rollout", 4, "--load", done.folder / "checkpoints")
+    with pytest.raises((EndOfRun, SystemExit)):
+        drive("again", "--num-rollout", 3, "--load", done.folder / "checkpoints")
+    more = drive("more", "--num-rollout", 6, "--load", done.folder / "checkpoints")
+    assert [rollout for rollout, _ in more.series("train/loss")] == [4, 5]
+    assert done.lines == before
+
+
+@pytest.mark.case("C65")
+def test_resumed_at_the_end_of_an_epoch(drive):
+    flags = ("--num-epoch", 3, "--rollout-batch-size", 16, "--n-samples-per-prompt", 2, "--save-interval", 100, "--num-rollout", 9)
+    first = drive("epoch", *flags, "--debug-exit-after-rollout", 3, "--save-interval", 3)
+    run = drive("epoch", *flags, "--load", first.folder / "checkpoints")
+    assert [rollout for rollout, _ in run.series("train/loss")] == list(range(9))
+    counts = [group for rollout in run.trained_groups().values() for group in rollout]
+    assert sorted(counts) == list(range(144))
+
+
+def test_a_start_id_overrides_the_restored_one(drive):
+    first = drive("first", "--num-rollout", 4, "--save-interval", 2)
+    run = drive("again", "--num-rollout", 4, "--start-rollout-id", 2, "--load", first.folder / "checkpoints" / "rollout_000001")
+    assert [rollout for rollout, _ in run.series("train/loss")] == [2, 3]
+
+
+def test_an_incomplete_checkpoint_does_not_count(drive):
+    first = drive("first", "--num-rollout", 4, "--save-interval", 2)
+    (first.folder / "checkpoints" / "rollout_000003" / "COMPLETE").unlink()
+    run = drive("again", "--num-rollout", 4, "--load", first.folder / "checkpoints")
+    assert [rollout for rollout, _ in run.series("train/loss")] == [2, 3]
