@@ -69,7 +69,7 @@ def test_lag_law(drive):
     """Batch r + 1 lags (r mod k) + 1 rollouts behind its weights; the first one does not."""
     run = drive("lag", "--num-rollout", 6, "--update-weights-interval", 3)
     versions = [version for _, version in run.series("rollout/weight_version")]
-    assert versions == [1, 1, 1, 2, 2, 2]
+    assert versions == [1, 1, 1, 1, 2, 2]
 
 
 def test_epochs_give_the_number_of_rollouts(drive, tmp_path):
