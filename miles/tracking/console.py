@@ -19,7 +19,7 @@ from miles.tracking.timeline import Timeline
 COLUMNS = (
     ("reward", "rollout/reward", "{:.3f}"),
     ("length", "rollout/response_length", "{:.1f}"),
-    ("lag", "rollout/weight_lag_max", "{:.0f}"),
+    ("lag", "train/weight_lag_max", "{:.0f}"),
     ("loss", "train/loss", "{:+.4f}"),
     ("grad", "train/grad_norm", "{:.3g}"),
     ("s/step", "perf/step_seconds", "{:.2f}"),
@@ -52,7 +52,7 @@ class Console:
             self.live.start()
 
     def update(self, metrics: dict[str, Any], rollout_id: int) -> None:
-        """Take in metrics of a rollout. The steps before it that have trained are over."""
+        """Take in metrics of a rollout. Its step is over with its perf metrics, at the latest when a later rollout has trained."""
         if self.mode == "quiet":
             return
         for name, value in metrics.items():
@@ -65,8 +65,8 @@ class Console:
             self.open.setdefault(rollout_id, {}).update(rest)
         if any(name.startswith("perf/step") for name in rest):
             self._over(rollout_id)
-        for earlier in sorted(self.open):
-            if earlier < rollout_id and any(name.startswith("train/") for name in self.open[earlier]):
+        if any(name.startswith("train/") for name in rest):
+            for earlier in sorted(open_id for open_id in self.open if open_id < rollout_id):
                 self._over(earlier)
 
     def finish(self) -> None:

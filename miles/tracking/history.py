@@ -8,7 +8,7 @@ from typing import Any
 USUAL = (
     "rollout/reward",
     "rollout/response_length",
-    "rollout/weight_lag_max",
+    "train/weight_lag_max",
     "train/loss",
     "train/grad_norm",
     "train/train_rollout_logprob_abs_diff",

@@ -112,7 +112,8 @@ def draw_evals(axes: Axes, lines: list[dict[str, Any]]) -> None:
         axes.plot(
             x, y, "o-", color=color, linewidth=2, markersize=5, markeredgecolor="white", label=name.split("/", 1)[1].removesuffix("/reward")
         )
-        for at, offset, side in ((0, (9, -4), "left"), (len(x) - 1, (0, 8), "center"))[: len(x)]:
+        below = len(y) > 1 and y[1] >= y[0]
+        for at, offset, side in ((0, (9, -11) if below else (0, 8), "left"), (len(x) - 1, (0, 8), "center"))[: len(x)]:
             axes.annotate(f"{y[at]:.2f}", (x[at], y[at]), offset, textcoords="offset points", ha=side, fontsize=9, color=color)
     axes.set_xlabel("optimizer step", fontsize=9, color=FAINT)
     everywhere = [history.series(lines, name, "step") for name in sets]
@@ -121,14 +122,14 @@ def draw_evals(axes: Axes, lines: list[dict[str, Any]]) -> None:
 
 
 def draw_lag(axes: Axes, lines: list[dict[str, Any]]) -> None:
-    """How far behind the trained weights the samples' weights were."""
+    """How far behind the trainer's weights the samples' weights were when they were trained."""
     _frame(axes, "Lag of the samples, in weight versions")
-    x, worst = history.series(lines, "rollout/weight_lag_max")
+    x, worst = history.series(lines, "train/weight_lag_max")
     if not x:
         _nothing(axes, "no lag was logged")
         return
     axes.step(x, worst, where="mid", color=RED, linewidth=1.6, label="oldest token")
-    mean_x, mean = history.series(lines, "rollout/weight_lag_mean")
+    mean_x, mean = history.series(lines, "train/weight_lag")
     if mean_x:
         axes.fill_between(mean_x, mean, step="mid", color=ORANGE, alpha=0.3, linewidth=0, label="mean")
     axes.set_ylim(0, max([*worst, 1]) * 1.25)

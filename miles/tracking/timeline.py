@@ -79,8 +79,8 @@ class Timeline:
         """perf/* of one rollout's step, once its train and publish spans have ended; {} when it has no train span.
 
         A step goes from the end of the last one (the first: from the start of its generation) to the end of its own training or
-        publish. overlap_efficiency = (max(generate, train) + publish) / (step without the evals and saves that it waited for), with
-        the generation that ran within the step, whichever rollout it was for: 1 when nothing waits that could overlap.
+        publish. overlap_efficiency = (max(generate, train) + publish) / step, all of them without the evals and saves that fell into
+        the step, and with the generation that ran within it, whichever rollout it was for: 1 when nothing waits that could overlap.
         """
         with self._lock:
             spans = list(self._spans)
@@ -90,12 +90,18 @@ class Timeline:
         before = [_end(span) for span in spans if span.name in ("train", "publish") and _rollout(span) < rollout_id]
         start = max(before) if before else min(span.start for span in mine)
         end = max(_end(span) for span in mine if span.name in ("train", "publish"))
-        took = {name: _covered([span for span in mine if span.name == name]) for name in ("generate", "train", "publish")}
         stalls = {name: _covered([span for span in spans if span.name == name], start, end) for name in ("eval", "save")}
-        beside = _covered([span for span in spans if span.name == "generate"], start, end) if before else took["generate"]
-        busy = end - start - sum(stalls.values())
-        metrics = {f"perf/{name}_seconds": value for name, value in (took | stalls).items() if value or name in took}
-        efficiency = (max(beside, took["train"]) + took["publish"]) / busy if busy > 0 else 1.0
+        took = {name: _covered([span for span in mine if span.name == name]) for name in ("generate", "train", "publish")}
+        seconds = took | {name: parts for name, parts in stalls.items() if parts}
+        publish = _covered([span for span in mine if span.name == "publish"], start, end)
+        active = _without((start, end), sorted(stalls["eval"] + stalls["save"]))
+        free = _without((start, end), sorted(stalls["eval"] + stalls["save"] + publish))
+        beside = [
+            sum(_total(_covered([span for span in among if span.name == name], low, high)) for low, high in free)
+            for name, among in (("generate", spans if before else mine), ("train", mine))
+        ]
+        efficiency = (max(beside) + _total(active) - _total(free)) / _total(active) if active else 1.0
+        metrics = {f"perf/{name}_seconds": _total(parts) for name, parts in seconds.items()}
         return {"perf/step_seconds": end - start, **metrics, "perf/overlap_efficiency": efficiency}
 
     def close(self) -> None:
@@ -144,15 +150,31 @@ def _rollout(span: Span) -> int:
     return int(span.args.get("rollout_id", -1))
 
 
-def _covered(spans: list[Span], start: float = float("-inf"), end: float = float("inf")) -> float:
-    """Seconds of [start, end) that at least one span covers."""
-    total, reached = 0.0, start
+def _covered(spans: list[Span], start: float = float("-inf"), end: float = float("inf")) -> list[tuple[float, float]]:
+    """The parts of [start, end) that at least one span covers, in order, none touching another twice."""
+    parts: list[tuple[float, float]] = []
+    reached = start
     for span in sorted(spans, key=lambda span: span.start):
         low, high = max(span.start, reached), min(_end(span), end)
         if high > low:
-            total += high - low
+            parts.append((low, high))
             reached = high
-    return total
+    return parts
+
+
+def _without(whole: tuple[float, float], holes: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """What is left of an interval."""
+    low, end = whole
+    parts = []
+    for start, stop in holes:
+        if start > low:
+            parts.append((low, start))
+        low = max(low, stop)
+    return [*parts, (low, end)] if end > low else parts
+
+
+def _total(parts: list[tuple[float, float]]) -> float:
+    return sum(high - low for low, high in parts)
 
 
 def read(path: str | Path) -> list[dict[str, Any]]:

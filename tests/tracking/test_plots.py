@@ -11,7 +11,7 @@ def play(args, rollouts: int, evals: bool = True, spans: bool = True) -> None:
     tracking.init(args)
     now = 1000.0
     for rollout in range(rollouts):
-        tracking.log({"rollout/reward": 0.1 * rollout, "rollout/weight_lag_max": 1, "rollout/weight_lag_mean": 0.5}, rollout)
+        tracking.log({"rollout/reward": 0.1 * rollout, "train/weight_lag_max": 1, "train/weight_lag": 0.5}, rollout)
         if evals:
             tracking.log({"eval/a/reward": 0.5, "eval/b/reward": 2.0}, rollout)
         if spans:

@@ -3,6 +3,8 @@
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from miles.tracking import timeline
 from miles.tracking.timeline import Timeline
@@ -56,6 +58,22 @@ def test_evals_and_saves_are_shown_and_not_blamed():
     assert metrics["perf/step_seconds"] == pytest.approx(8.0)
     assert (metrics["perf/save_seconds"], metrics["perf/eval_seconds"]) == (1.0, 4.0)
     assert metrics["perf/overlap_efficiency"] == pytest.approx(1.0)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["generate", "train", "publish", "eval", "save"]), st.floats(0, 20), st.floats(0.01, 5)), max_size=12
+    )
+)
+def test_efficiency_is_a_share(spans):
+    """Whatever ran beside whatever."""
+    line = Timeline()
+    line.add("actor", "train", -1.0, 0.0, rollout_id=0)
+    for name, start, length in spans:
+        line.add("x", name, start, start + length, rollout_id=1)
+    metrics = line.step_metrics(1)
+    if metrics:
+        assert 0 <= metrics["perf/overlap_efficiency"] <= 1 + 1e-9
 
 
 def test_ranks_side_by_side_count_once():
