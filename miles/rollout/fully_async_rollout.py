@@ -74,6 +74,7 @@ class FullyAsyncRollout:
     def set_weight_version(self, version: int) -> None:
         if self.pacing is not None:
             self.pacing.publish(version)
+            self._refuse_stale(self.pacing)  # first, so that what is started again comes before new draws
             self.fill()
             self.event.set()
 

@@ -89,7 +89,7 @@ class Producer:
 )
 @pytest.mark.case("C55")
 def test_for_any_order_of_ends_no_token_is_too_old_and_nothing_is_lost(
-    batch: int, interval: int, staleness: int, num_rollout: int, first: int, places: int, factor: float, seed: int, hurry: float
+    *, batch: int, interval: int, staleness: int, num_rollout: int, first: int, places: int, factor: float, seed: int, hurry: float
 ) -> None:
     """Publishes on schedule; groups end in any order, whenever. Nothing may become stale, and every rollout is filled."""
     dice = random.Random(seed)
