@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from miles.config.run_config import RunConfig
-from miles.fault_tolerance import api_server
+from miles.fault_tolerance import api_app, api_server
 from miles.fault_tolerance.cells import CellState
 from miles.fault_tolerance.token import read_token, token_path
 
@@ -107,7 +107,7 @@ async def test_suspend_and_resume_run_on_the_drivers_loop(api):
 
 async def test_a_suspend_that_waits_for_a_publish_is_accepted_and_done_later(api, monkeypatch):
     client, controller, _ = api
-    monkeypatch.setattr(api_server, "ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr(api_app, "ANSWER_SECONDS", 0.05)
     controller.publish_over.clear()
     answer = await client.patch("/cells/engine-0", json={"spec": {"suspend": True}})
     assert (answer.status_code, answer.json()["status"]["phase"]) == (202, "Running")
@@ -154,8 +154,8 @@ async def test_metrics_in_prometheus_text(api):
     assert 'miles_cell_condition{cell="engine-0",type="Healthy"} 1' in text
     assert 'miles_cell_condition{cell="actor",type="Healthy"} -1' in text
     assert 'miles_cell_weight_version{cell="engine-1"} 3' in text
-    assert "miles_rollout_reward 0.5\n" in api_server.prometheus_text([], {"rollout/reward": 0.5})
-    assert "miles_train_loss NaN\n" in api_server.prometheus_text([], {"train/loss": float("nan")})
+    assert "miles_rollout_reward 0.5\n" in api_app.prometheus_text([], {"rollout/reward": 0.5})
+    assert "miles_train_loss NaN\n" in api_app.prometheus_text([], {"train/loss": float("nan")})
 
 
 async def test_openapi_describes_the_routes(api):

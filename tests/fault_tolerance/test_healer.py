@@ -7,7 +7,7 @@ import pytest
 from miles.config.run_config import RunConfig
 from miles.fault_tolerance import api_server, mini_ft_controller
 from miles.fault_tolerance.cells import CellState
-from miles.fault_tolerance.mini_ft_controller import Action, Healer
+from miles.fault_tolerance.healer import Action, Healer, MiniFtController
 
 SUSPEND, RESUME = Action("engine-0", True), Action("engine-0", False)
 
@@ -135,7 +135,7 @@ async def test_the_healer_is_off_unless_asked_for(tmp_path):
 
 
 async def test_an_api_that_is_down_is_no_cells_fault(tmp_path, free_port, caplog):
-    doctor = mini_ft_controller.MiniFtController(RunConfig(), f"http://127.0.0.1:{free_port}", "token")
+    doctor = MiniFtController(RunConfig(), f"http://127.0.0.1:{free_port}", "token")
     doctor.round()
     doctor.stop()
     assert doctor.healer.cases == {}
