@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-CONNECT_SECONDS = 60.0  # within which those who put their names down must be connected
+CONNECT_SECONDS = 30.0  # within which those who put their names down must be connected
 _GIVEN_UP = "given up"
 
 
@@ -129,3 +129,14 @@ def address_toward(host: str, port: int) -> str:
             return str(probe.getsockname()[0])
     except OSError:
         return "127.0.0.1"
+
+
+def own_address() -> str:
+    """The address of this host for other hosts: that of the interface to the rest of the world, or what its name stands for."""
+    address = address_toward("192.0.2.1", 9)  # an address for documentation: only the way out matters
+    if address != "127.0.0.1":
+        return address
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return address

@@ -42,7 +42,7 @@ class Segment:
         self.nbytes = nbytes
         descriptor, self.path = _create(label, where)
         # unlinks at dispose and at a normal exit; after a kill, `remove_stale` finds the lock free
-        self._finalizer = weakref.finalize(self, _remove, descriptor, self.path)
+        self._finalizer = weakref.finalize(self, _remove, descriptor, self.path, os.getpid())
         try:
             _allocate(descriptor, nbytes, where)
             memory = mmap.mmap(descriptor, nbytes)
@@ -133,7 +133,9 @@ def _create(label: str, where: Path) -> tuple[int, Path]:
         os.close(descriptor)
 
 
-def _remove(descriptor: int, path: Path) -> None:
+def _remove(descriptor: int, path: Path, owner: int) -> None:
+    if os.getpid() != owner:  # a forked child that exits must not take its parent's segment along
+        return
     path.unlink(missing_ok=True)
     with contextlib.suppress(OSError):
         os.close(descriptor)

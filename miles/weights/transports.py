@@ -9,8 +9,7 @@ import torch
 from miles.config.run_config import RunConfig
 from miles.protocols import WeightReceiver, WeightSender
 from miles.weights import broadcast, disk, shared_memory
-
-_ANYWHERE = ("192.0.2.1", 9)  # a documentation address: nothing is sent, the way out alone matters
+from miles.weights.broadcast_group import own_address
 
 
 def choose(args: RunConfig, *, one_host: bool, device: torch.device) -> tuple[str, str]:
@@ -30,7 +29,7 @@ def make_sender(transport: str, args: RunConfig, *, one_host: bool, device: torc
     if transport == "disk":
         return disk.Sender(args.name, Path(args.weight_sync_dir or f"{args.run_dir}/weights"))
     assert transport == "broadcast", transport
-    address = "127.0.0.1" if one_host else broadcast.address_toward(*_ANYWHERE)
+    address = "127.0.0.1" if one_host else own_address()
     # NCCL takes no two members on one GPU
     own_gpus = device.type == "cuda" and min(args.gpus_per_trainer, args.gpus_per_engine) >= 1
     return broadcast.Sender(address, "nccl" if own_gpus else "gloo", device, args.publish_timeout)

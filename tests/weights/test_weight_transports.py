@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ import torch
 from engine_process import EngineProcess, engines, publish, settings, shapes_of
 
 from miles.weights import disk, shared_memory
+from miles.weights.broadcast_group import address_toward, own_address
 from miles.weights.buckets import view_of
 from miles.weights.checksum import checksum
 from miles.weights.receiver import WeightLoader
@@ -203,7 +205,7 @@ def test_broadcast_refuses_a_rank_that_is_taken_or_does_not_exist() -> None:
 
 
 KILLED_SENDER = """
-import sys, time, torch
+import os, sys, torch
 from miles.config.run_config import RunConfig
 from miles.weights.sender import WeightPublisher
 weights = {"a": torch.ones(1 << 20), "b": torch.ones(1 << 20)}
@@ -211,20 +213,28 @@ args = RunConfig(name="victim", weight_bucket_mb=1, weight_transport=sys.argv[1]
 publisher = WeightPublisher([(name, tensor.dtype, tensor.shape) for name, tensor in weights.items()], args)
 plan = publisher.plan(1)
 publisher.send_bucket(0, [("a", weights["a"])])
+child = os.fork()
+if not child:
+    sys.exit(0)  # a forked child that ends must not take its parent's segments along
+os.waitpid(child, 0)
 print("ready", flush=True)
 sys.stdin.read()
 """
 
 
+def child_environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+
+
 @pytest.mark.parametrize(("transport", "way"), [("shared_memory", "killed"), ("disk", "killed"), ("shared_memory", "exits")])
 def test_a_sender_that_is_killed_leaves_nothing_after_the_next_start(transport: str, way: str, tmp_path: Path) -> None:
     child = subprocess.Popen(
-        [sys.executable, "-c", KILLED_SENDER, transport, str(tmp_path)],
+        [sys.executable, "-W", "ignore", "-c", KILLED_SENDER, transport, str(tmp_path)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(Path.cwd())},
+        env=child_environment(),
     )
     assert child.stdout is not None
     assert child.stdout.readline() == "ready\n"
@@ -330,6 +340,19 @@ def test_damage_on_the_way_shows_in_the_checksums(kind: str) -> None:
     assert (sent["b"] != received["b"]) == (kind == "swapped pair")
     assert sent["a"] == checksum(weights["a"], plan.checksum)
     publisher.dispose()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_publish_to_no_engine_at_all(transport: str, tmp_path: Path) -> None:
+    weights = some_weights(1)
+    publisher = WeightPublisher(shapes_of(weights), settings(weight_transport=transport, weight_sync_dir=str(tmp_path)))
+    assert list(*publish(publisher, weights, [], 1)) == list(weights)
+    publisher.dispose()
+
+
+def test_addresses() -> None:
+    assert address_toward("127.0.0.1", 80) == "127.0.0.1"
+    assert socket.inet_aton(own_address())
 
 
 def test_the_choice_of_auto() -> None:
