@@ -28,6 +28,10 @@ NO_LABEL = frozenset({"", "n/a", "na", "nan", "none", "null", "unknown", "?", "-
 BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=\{|\S)")
 SHORT_FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))")
 SHORT_ROOT = re.compile(r"\\sqrt\s*(\[[^\]]*\])?\s*([0-9a-zA-Z])")
+THIN_SPACE = re.compile(r"(?<=\d)\\,(?=\d{3})")
+MIXED = re.compile(r"(-?\d+)\s+(?:(\d+)\s*/\s*(\d+)|(\\frac.*))")
+UNIT = re.compile(r"(-?[\d.,]*\d)\s+(?!(?:sin|cos|tan|cot|sec|csc|log|exp|sqrt|mod|and|or)\b)[A-Za-z]{3,}(?:\s+[A-Za-z]+)*")
+ASSIGNED = re.compile(r"[A-Za-z]\s*=\s*([^=]+)")
 WRAPPED_NUMBER = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*\{\s*([-+]?[\d.,]+)\s*\}")
 THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)")
@@ -94,10 +98,15 @@ def last_box(text: str) -> str | None:
 def tidy(text: str) -> str:
     """One spelling for what means the same: no money or math signs, no thousands separators, no short fraction and root forms."""
     text = text.strip().replace("−", "-").replace("\\$", "").replace("$", "").replace("\\(", "").replace("\\)", "")
+    text = THIN_SPACE.sub("", text.replace("\\varnothing", "\\emptyset"))
     text = text.replace("\\!", "").replace("{,}", ",").replace("\\,", " ").replace("\\ ", " ").replace("\\displaystyle", "")
     text = SHORT_FRACTION.sub(_whole_fraction, text)
     text = SHORT_ROOT.sub(lambda found: f"\\sqrt{found[1] or ''}{{{found[2]}}}", text)
     text = WRAPPED_NUMBER.sub(r"\1", text).strip()
+    if mixed := MIXED.fullmatch(text):
+        text = mixed[1] + (mixed[4] or f"\\frac{{{mixed[2]}}}{{{mixed[3]}}}")
+    if with_unit := UNIT.fullmatch(text):
+        text = with_unit[1]
     if not text.endswith(("\\.", "\\right.")):
         text = text.rstrip(".").rstrip()
     return text.replace(",", "") if THOUSANDS.fullmatch(text) else text
@@ -110,6 +119,8 @@ def _whole_fraction(found: re.Match[str]) -> str:
 
 def equal_text(answer: str, gold: str) -> bool:
     """Whether two tidy answers mean the same; the cheap and certain ways first."""
+    if "=" not in gold and (assigned := ASSIGNED.fullmatch(answer)):
+        answer = tidy(assigned[1])
     if _squeezed(answer) == _squeezed(gold):
         return True
     if (mine := _number(answer)) is not None and (wanted := _number(gold)) is not None:
@@ -125,12 +136,22 @@ def equal_text(answer: str, gold: str) -> bool:
         return plain_gold.lower() == plain_answer.lower()
     if len(answer) > LONGEST_ANSWER or HUGE.search(re.sub(r"[{}\s]", "", answer)):
         return False
-    return any(equal(mine, gold) for mine in parsed(answer))
+    return any(equal(mine, _both_signs(gold)) for mine in parsed(_both_signs(answer)))
 
 
 def equal(mine: Any, gold: str) -> bool:
     """math-verify's verdict, and where numbers are compared theirs: it takes everything below 1e-6 for the same."""
-    return any(verify(wanted, mine, timeout_seconds=None) and numbers_agree(mine, wanted) for wanted in parsed(gold))
+    return any(
+        verify(wanted, mine, allow_set_relation_comp=True, timeout_seconds=None) and numbers_agree(mine, wanted) for wanted in parsed(gold)
+    )
+
+
+def _both_signs(text: str) -> str:
+    r"""a \pm b as the list of its two values, the way math-verify reads only the simplest form."""
+    if "," in text or not any(sign in text for sign in ("±", "\\pm", "\\mp")):
+        return text
+    text = text.rpartition("=")[2].replace("±", "\\pm")
+    return ", ".join(text.replace("\\pm", upper).replace("\\mp", lower) for upper, lower in ("+-", "-+"))
 
 
 def numbers_agree(mine: Any, wanted: Any) -> bool:
@@ -184,7 +205,8 @@ def _found(response: str) -> list[Any]:
 
 
 def _squeezed(text: str) -> str:
-    return re.sub(r"\\left|\\right|\s", "", text)
+    """Without white space, except between digits."""
+    return re.sub(r"\\left|\\right|\s+(?!\d)|(?<!\d)\s+", "", text)
 
 
 def _number(text: str) -> Decimal | None:

@@ -1,4 +1,6 @@
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from miles.rewards.math_answer import grade, last_box, tidy
 from miles.rewards.reward import BUILTIN, RewardScorer
@@ -128,6 +130,10 @@ x = 10^{-99} | x = 10^{-98} | 0
 \pm 2021 | 2021 | 0
 2021 | \pm 2021 | 0
 \pm 2021 | \{2021, -2021\} | 1
+\pm 2021 | \pm 2021 | 1
+\pm 2021 | \pm 2022 | 0
+\pm 2021 | 2021, -2021 | 1
+1 2 | 12 | 0
 1+\frac{1}{e} | 1-\frac{1}{e} | 0
 -3 | 3 | 0
 4\sqrt{2} | 4 | 0
@@ -182,6 +188,22 @@ yadseuT | Tuesday | 0
 \frac12 | 12 | 0
 (3,\frac{2\pi}{3}) | (3,\frac{\pi}{2}) | 0
 1 \pm \sqrt{2} | 1+\sqrt{2}, 1-\sqrt{2} | 1
+x = \frac{-1 \pm \sqrt{5}}{2} | \frac{-1+\sqrt5}{2},\frac{-1-\sqrt5}{2} | 1
+x = \frac{-1 \pm \sqrt{5}}{2} | \frac{-1+\sqrt5}{2} | 0
+1 1/2 | 1.5 | 1
+1 \frac12 | 1.5 | 1
+11/2 | 1 1/2 | 0
+5 dollars | 5 | 1
+5 apples | \$5 | 1
+3 sin x | 3 | 0
+x>1 | (1,\infty) | 1
+x \ge 3 | x>3 | 0
+\varnothing | \emptyset | 1
+y=x+1 | x-y+1=0 | 1
+y=x+1 | y=x+2 | 0
+y=5 | x=5 | 0
+3:4 | 6:8 | 1
+2x | x^2 | 0
 \begin{pmatrix}1\\2\end{pmatrix} | \begin{pmatrix}1\\2\end{pmatrix} | 1
 \begin{pmatrix}1\\2\end{pmatrix} | \begin{pmatrix}1\\3\end{pmatrix} | 0
 """),
@@ -250,6 +272,63 @@ def test_an_unmarked_answer_is_found(response, label, wanted):
 def test_answers_made_to_hang_the_verifier_are_wrong(evil):
     assert grade(f"\\boxed{{{evil}}}", "5") == 0.0
     assert grade(f"${evil}$", "5") == 0.0
+
+
+PIECES = [
+    r"\frac",
+    r"\sqrt",
+    "{",
+    "}",
+    "{",
+    "}",
+    "1",
+    "2",
+    "x",
+    "+",
+    "-",
+    "^",
+    "_",
+    "(",
+    ")",
+    "[",
+    "]",
+    ",",
+    "=",
+    r"\pi",
+    r"\infty",
+    r"\pm",
+]
+PIECES += [
+    r"\text{",
+    ".",
+    "0",
+    "!",
+    "/",
+    "<",
+    r"\cup",
+    r"\{",
+    r"\}",
+    r"\%",
+    ":",
+    " ",
+    "e",
+    "i",
+    r"\left(",
+    "&",
+    "|",
+    r"\\",
+    "°",
+    "$",
+    "\n",
+    "∞",
+]
+
+
+@settings(max_examples=150, deadline=None)
+@given(answer=st.lists(st.sampled_from(PIECES), max_size=9).map("".join), form=st.sampled_from(["\\boxed{%s}", "%s", "#### %s"]))
+def test_anything_a_model_may_write_gets_a_score(answer, form):
+    assert grade(form % answer, "5") in (0.0, 1.0)
+    assert grade("\\boxed{5}", answer) in (0.0, 1.0, None)
 
 
 def test_last_box_and_tidy():

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+import ray
 
 from miles.config.reward import RewardSection
 from miles.rewards.reward import GroupRewardError, RewardError, RewardScorer
-from miles.types import PromptGroup
+from miles.types import PromptGroup, Sample
 
 GOOD = ["label_in_response", "label_in_response_async"]
 
@@ -176,6 +177,30 @@ async def test_scores_on_the_main_thread_in_threads_and_many_at_once(scorer, ans
     for thread in threads:
         await asyncio.to_thread(thread.join)
     assert [sample.reward for sample in samples] == [1.0] * 6
+
+
+@pytest.mark.case("C17")
+def test_scores_in_a_ray_actor_with_several_threads():
+    class Scores:
+        def __init__(self):
+            self.scorer = RewardScorer(RewardSection(reward="math", reward_workers=2))
+
+        def score(self, label):
+            sample = Sample(0, 0, "p", [1], label=label, response=r"\boxed{\frac{1}{3}}")
+            asyncio.run(self.scorer.score(sample))
+            return sample.reward
+
+        def dispose(self):
+            asyncio.run(self.scorer.dispose())
+
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}})
+    try:
+        actor = ray.remote(max_concurrency=4)(Scores).remote()
+        labels = [r"\frac{1}{3}", "3"] * 8
+        assert ray.get([actor.score.remote(label) for label in labels], timeout=100) == [1.0, 0.0] * 8
+        ray.get(actor.dispose.remote(), timeout=30)
+    finally:
+        ray.shutdown()
 
 
 @pytest.mark.parametrize(
