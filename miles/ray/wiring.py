@@ -20,6 +20,7 @@ from miles.ray.guard import RunGuard
 from miles.ray.run import Run
 from miles.ray.worker_manager import WorkerManager
 from miles.ray.worker_spec import Limit, WorkerSpec
+from miles.tracking import tracking
 from miles.train.random_place import PREFIX, place_of
 from miles.types import Role
 
@@ -43,8 +44,10 @@ def launch(args: RunConfig) -> Run:
     manager = WorkerManager(f"{args.run_dir}/logs", args.shutdown_timeout, args.log_level, cluster)
     run = Run(args, manager, RunGuard(), Checkpoints(args.checkpoint_dir, args.keep_checkpoints))
     runs.set_current(run)
+    loop = asyncio.get_running_loop()
+    tracking.set_worker_stacks(lambda: asyncio.run_coroutine_threadsafe(manager.stacks(), loop).result(_SLACK))
     run.guard.install(lambda: _save_on_signal(run))
-    run.keeper = asyncio.get_running_loop().create_task(_keep(run), name="keeper of the run")
+    run.keeper = loop.create_task(_keep(run), name="keeper of the run")
     run.resolved = {"device": _device(args, cluster), **models.paths()}
     if args.load is not None:
         run.resolved["load"] = str(newest(args.load))
@@ -55,8 +58,8 @@ async def shutdown_worker_manager(manager: WorkerManager | None) -> None:
     """End all workers and Ray, and give the signals back. None is fine; so is a second call."""
     if manager is None:
         return
-    api_server.stop()
     mini_ft_controller.stop()
+    api_server.stop()
     await manager.shutdown()
     run = runs.current_or_none()
     if run is not None and run.manager is manager:
