@@ -1,5 +1,5 @@
 """Fixtures of this room; see small_run."""
 
-from tests.rollout.small_run import small_run, started_executors
+from tests.rollout.small_run import model_folder, small_run, started_executors
 
-__all__ = ["small_run", "started_executors"]
+__all__ = ["model_folder", "small_run", "started_executors"]

@@ -13,6 +13,7 @@ import pytest
 
 from miles.config.run_config import RunConfig
 from miles.rollout.rollout_executor import RolloutExecutor
+from miles.train.random_model import ensure_model
 from miles.types import ObjectRef
 
 MakeArgs = Callable[..., RunConfig]
@@ -63,15 +64,21 @@ async def until(condition: Callable[[], bool], turns: int = 2000) -> None:
     raise AssertionError("the event loop came to rest first")
 
 
+@pytest.fixture(name="tiny_model", scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random model with its tokenizer; most tests read the tokenizer only."""
+    return str(ensure_model("random:tiny", 0, tmp_path_factory.mktemp("models")))
+
+
 @pytest.fixture(name="make_args")
-def small_run(tmp_path: Path) -> MakeArgs:
+def small_run(tmp_path: Path, tiny_model: str) -> MakeArgs:
     """Settings of a small run over `rows` prompts (a number, or the rows themselves)."""
 
     def make(rows: int | list[dict[str, Any]] = 64, **settings: Any) -> RunConfig:
         if isinstance(rows, int):
             rows = [{"prompt": f"question {number}", "label": str(number)} for number in range(rows)]
         base: dict[str, Any] = {
-            "hf_checkpoint": "random:tiny",
+            "hf_checkpoint": tiny_model,
             "prompt_data": write_rows(tmp_path / "prompts.jsonl", rows),
             "run_root": str(tmp_path / "runs"),
             "rollout_batch_size": 2,
