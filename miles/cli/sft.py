@@ -6,7 +6,7 @@ from miles.config.cli import parse_args
 
 
 def main(argv: Sequence[str]) -> int:
-    args = parse_args(argv, prog="miles sft", preset={"advantage_estimator": "sft"})
+    args = parse_args(argv, prog="miles sft", preset={"advantage_estimator": "sft", "n_samples_per_prompt": 1})
     from miles.train.sft import main as train
 
     train(args)

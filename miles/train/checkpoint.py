@@ -40,8 +40,8 @@ def newest_complete(load: str, role: str) -> Path:
 
     Raises ValueError if there is none.
     """
-    root = Path(load)
-    folders = [root] if (root / COMPLETE).exists() else sorted(root.glob("rollout_*"))
+    root = Path(load).expanduser()
+    folders = [root] if (root / COMPLETE).exists() else sorted(root.glob("rollout_*"), key=lambda folder: (len(folder.name), folder.name))
     for folder in reversed(folders):
         if (folder / COMPLETE).exists() and (folder / role / PROGRESS).exists():
             return folder / role

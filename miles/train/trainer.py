@@ -115,6 +115,15 @@ class Trainer:
         metrics = [self._optimizer_step(batches, columns) for batches in micro_batches]
         return TrainResult(metrics, self.step, time.perf_counter() - started, values_ref)
 
+    def mean_nll(self, share: ObjectRef) -> float:
+        """Mean negative log-likelihood of the trained tokens of all ranks' shares under the current weights."""
+        own: TrainShare = self.store.get(share)
+        columns = token_columns(own, self.args, self.device)
+        steps = [self._pack(own, columns, step, everything=True) for step in range(own.num_steps)]
+        logprobs = self._evaluate(self.model, steps, columns).double()
+        total, count = self.ranks.sum(torch.stack([logprobs.sum(), logprobs.new_tensor(float(columns.trained.sum()))])).tolist()
+        return -total / max(1.0, count)
+
     def _prepare(self, share: TrainShare, critic_values: Tensor | None) -> tuple[TokenColumns, list[list[MicroBatch]]]:
         """The columns of the whole share, and each step's micro-batches, equally many on every rank."""
         args = self.args
