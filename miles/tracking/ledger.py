@@ -34,12 +34,13 @@ class Ledger:
 
     def note(self, event: str, group_index: int, **fields: Any) -> None:
         """Append one line: {"event", "group_index", "time", ...fields}."""
-        line = json.dumps({"event": event, "group_index": group_index, "time": round(time.time(), 3), **fields}, default=str)
-        os.write(self._file, (line + "\n").encode())
+        self.note_all(event, (group_index,), **fields)
 
     def note_all(self, event: str, group_indices: Iterable[int], **fields: Any) -> None:
-        for group_index in group_indices:
-            self.note(event, group_index, **fields)
+        """Append one line for each group, in one write."""
+        now = round(time.time(), 3)
+        lines = [{"event": event, "group_index": group_index, "time": now, **fields} for group_index in group_indices]
+        os.write(self._file, "".join(json.dumps(line, default=str) + "\n" for line in lines).encode())
 
     def close(self) -> None:
         """Idempotent."""

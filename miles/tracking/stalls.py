@@ -62,8 +62,7 @@ def report(timeline: Timeline, now: float, worker_stacks: Callable[[], str] | No
 
 
 def driver_stacks() -> str:
-    """The stack of every thread of this process."""
+    """The stack of every other thread of this process."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    return "\n".join(
-        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}" for ident, frame in sys._current_frames().items()
-    )
+    frames = {ident: frame for ident, frame in sys._current_frames().items() if ident != threading.get_ident()}
+    return "\n".join(f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}" for ident, frame in frames.items())

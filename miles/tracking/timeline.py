@@ -3,11 +3,14 @@
 import json
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+KEPT_SPANS = 256  # in memory, for step_metrics; the file has all
 
 
 @dataclass(slots=True)
@@ -32,13 +35,12 @@ class Timeline:
     which trace viewers accept, as `read` does.
     """
 
-    def __init__(self, path: str | Path | None = None, keep_rollouts: int = 16) -> None:
+    def __init__(self, path: str | Path | None = None) -> None:
         self.path = None if path is None else Path(path)
-        self._spans: list[Span] = []
+        self._spans: deque[Span] = deque(maxlen=KEPT_SPANS)
         self._running: dict[int, Span] = {}
         self._lock = threading.Lock()
         self.changed = time.time()  # when a span last began or ended
-        self._keep = keep_rollouts
         self._workers: dict[str, int] = {}
         self._first = True
         self._file = None
@@ -116,9 +118,6 @@ class Timeline:
         with self._lock:
             self.changed = time.time()
             self._spans.append(span)
-            newest = max(_rollout(other) for other in self._spans)
-            if len(self._spans) > 64 * self._keep:
-                self._spans = [other for other in self._spans if _rollout(other) >= newest - self._keep]
             if self._file is not None:
                 if span.worker not in self._workers:
                     number = self._workers[span.worker] = len(self._workers) + 1

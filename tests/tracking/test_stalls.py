@@ -1,12 +1,13 @@
 """A run that stalls says what it waits for, and where."""
 
+import queue
 import threading
 import time
 
 import pytest
 
 from miles.tracking import tracking
-from miles.tracking.stalls import StallWatch
+from miles.tracking.stalls import StallWatch, driver_stacks
 from miles.tracking.timeline import Timeline
 
 
@@ -34,7 +35,6 @@ def test_it_speaks_up_once_per_timeout_and_names_what_runs(clock):
         assert "no progress for 101 s" in said
         assert "actor: train {'rollout_id': 3} for 101 s" in said
         assert "engine-0: in decode" in said
-        assert "test_it_speaks_up_once" in said  # the driver's own stack
         assert watch.look() is None
         clock.ahead = 202.0
         assert "no progress for 202 s" in watch.look()
@@ -73,4 +73,12 @@ def test_a_run_watches_itself(make):
 
     tracking.set_worker_stacks(stacks)
     assert told.wait(20)
-    tracking.finish()
+
+
+def test_the_drivers_stacks_name_where_each_thread_is():
+    asked = queue.Queue()
+    asker = threading.Thread(target=lambda: asked.put(driver_stacks()))
+    asker.start()
+    said = asked.get(timeout=20)
+    assert "thread MainThread" in said
+    assert "test_the_drivers_stacks_name_where_each_thread_is" in said

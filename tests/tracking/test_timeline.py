@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles.tracking import timeline
-from miles.tracking.timeline import Timeline
+from miles.tracking.timeline import KEPT_SPANS, Timeline
 
 
 def played(generate: float, train: float, publish: float, steps: int = 4, overlap: bool = True) -> Timeline:
@@ -133,8 +133,8 @@ def test_a_resumed_run_goes_on_in_the_same_file_even_after_a_kill(tmp_path):
 
 
 def test_memory_stays_bounded():
-    line = Timeline(keep_rollouts=4)
+    line = Timeline()
     for rollout in range(2000):
         line.add("actor", "train", rollout, rollout + 1, rollout_id=rollout)
-    assert len(line._spans) <= 64 * 4 + 1
+    assert len(line._spans) <= KEPT_SPANS
     assert line.step_metrics(1999)["perf/step_seconds"] == 1.0
