@@ -31,7 +31,7 @@ def mask_conversation(
         ValueError: the messages cannot be rendered, no assistant speaks, or the template hides where it does.
     """
     messages = as_messages(messages)
-    if not isinstance(messages, list) or not any(message["role"] == "assistant" for message in messages):
+    if not any(message["role"] == "assistant" for message in messages):
         raise ValueError("no message of the role assistant: nothing to learn from")
     render = _Renderer(tokenizer, as_tools(tools), chat_template_kwargs)
     text = render(messages)
@@ -44,7 +44,10 @@ def mask_conversation(
             if spans and span[0] < spans[-1][1]:
                 raise ValueError(f"message {place + 1}: the chat template does not keep assistant messages apart")
             spans.append(span)
-    return _tokens(tokenizer, text, spans)
+    ids, mask = _tokens(tokenizer, text, spans)
+    if not any(mask):
+        raise ValueError("nothing that the assistant says is in the rendered conversation: nothing to learn from")
+    return ids, mask
 
 
 class _Renderer:

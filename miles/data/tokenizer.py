@@ -119,6 +119,7 @@ def wanted_bos(tokenizer: Any) -> int | None:
 
 def as_messages(prompt: Any) -> list[Message]:
     """A prompt as chat messages: a string is one user message; content parts of type text are joined."""
+    prompt = plain(prompt)
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list):
@@ -135,7 +136,7 @@ def _message(place: int, message: Any) -> Message:
     where = f"message {place + 1}"
     if not isinstance(message, dict):
         raise ValueError(f"{where} is a {kind(message)}, not a table with role and content")
-    message = {key: value for key, value in plain(message).items() if value is not None}
+    message = {key: value for key, value in message.items() if value is not None}
     role = message.get("role")
     if role not in ROLES:
         raise ValueError(f"{where} has the role {role!r}; known are {', '.join(sorted(ROLES))}")

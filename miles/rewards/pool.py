@@ -52,7 +52,7 @@ class PoolSpec:
 class RewardPool:
     """`num_workers` processes, each kept by a thread here that hands it one sample at a time.
 
-    A future tells the result, so any thread and any event loop can wait for it. Workers start at once, to be warm.
+    A future tells the result, so any thread and any event loop can wait for it. A worker starts with its first sample.
     """
 
     def __init__(self, spec: PoolSpec, num_workers: int):
@@ -87,8 +87,6 @@ class RewardPool:
         return [pid for worker in self._workers if (pid := worker.pid()) is not None]
 
     def _keep(self, worker: _Worker) -> None:
-        with contextlib.suppress(FunctionError, LimitError, WorkerDiedError):
-            worker.start()  # a failure to start is told again, to whoever submits
         while (task := self._tasks.get()) is not None:
             sample, future = task
             if not future.set_running_or_notify_cancel():

@@ -70,10 +70,10 @@ def make_tokenizer(template: str | None, *, bos: bool = False, eos: str = "<|im_
 def tokenizers() -> Callable[..., Any]:
     made: dict[Any, Any] = {}
 
-    def get(style: str | None = "chatml", **how: Any) -> Any:
-        key = (style, *sorted(how.items()))
+    def get(style: str | None = "chatml", *, template: str | None = None, **how: Any) -> Any:
+        key = (style, template, *sorted(how.items()))
         if key not in made:
-            made[key] = make_tokenizer(TEMPLATES[style] if style else None, **how)
+            made[key] = make_tokenizer(template or (TEMPLATES[style] if style else None), **how)
         return made[key]
 
     return get

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -103,3 +104,13 @@ def test_any_talk(tokenizers, style, data):
 def test_what_cannot_be_learned_from(tokenizers, talk, reason):
     with pytest.raises(ValueError, match=reason):
         mask_conversation(tokenizers(), talk)
+
+
+def test_an_assistant_that_the_template_leaves_out_is_no_example(tokenizers):
+    mute = tokenizers(template="{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}")
+    with pytest.raises(ValueError, match="nothing that the assistant says"):
+        mask_conversation(mute, TALK)
+
+
+def test_arrays_as_parquet_gives_them(tokenizers):
+    assert mask_conversation(tokenizers(), np.array(TALK, dtype=object)) == mask_conversation(tokenizers(), TALK)
