@@ -162,6 +162,11 @@ class RolloutExecutor:
         if self.rollout_fn is not None:
             self.rollout_fn.set_weight_version(version)
 
+    async def set_engine_live(self, index: int, live: bool) -> None:
+        """Told by whoever watches the engines: one that is not live gets nothing new."""
+        if self.router is not None:
+            self.router.mark(index, live=live)
+
     async def note_trained(self, rollout_id: int, step: int) -> None:
         """The trainers have used rollout `rollout_id`; `step` optimizer steps are done."""
         ref = self.stored.pop(rollout_id, None)

@@ -27,6 +27,7 @@ async def create_rollout_components(args: RunConfig) -> tuple[InferenceControlle
     manager.on_shutdown(executor.dispose)
     controller = InferenceController(args, run, engines)
     manager.on_shutdown(controller.dispose)
+    controller.on_live(executor.set_engine_live)
 
     async def bring_up_executor() -> int:
         await executor.init(controller.engines)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from miles.config.run_config import RunConfig
+from miles.ray.run import current_or_none
 
 logger = logging.getLogger(__name__)
 
@@ -69,8 +70,8 @@ class EvalDispatcher:
 
     async def _snapshot(self, rollout_id: int, hf_dir: str | None) -> Path | None:
         if hf_dir is not None:
-            path = Path(hf_dir)
-            if not await asyncio.to_thread(path.is_dir):
+            path = Path(self._resolved(hf_dir))
+            if hf_dir != self.args.hf_checkpoint and not await asyncio.to_thread(path.is_dir):
                 await self._skip(rollout_id, "ckpt_missing", f"{hf_dir} is no directory")
                 return None
             return path
@@ -83,6 +84,11 @@ class EvalDispatcher:
         self._exported.append(path)
         self._prune()
         return path
+
+    def _resolved(self, hf_dir: str) -> str:
+        """The checkpoint of the settings as workers know it: a random model's name stands for a directory."""
+        run = current_or_none()
+        return run.worker_args().hf_checkpoint if run is not None and hf_dir == self.args.hf_checkpoint else hf_dir
 
     async def _evaluate(self, rollout_id: int, hf_dir: str | None) -> None:
         try:

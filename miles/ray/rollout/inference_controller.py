@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
@@ -26,6 +26,7 @@ _CONTROL_RETRIES = 2
 _PASSING = (OSError, RuntimeError, TimeoutError)  # worth another try; WorkerDied is looked at before
 
 Republish = Callable[[Engine], Awaitable[int]]
+TellLive = Callable[[int, bool], Coroutine[None, None, None]]
 
 
 @dataclass
@@ -37,6 +38,7 @@ class EngineCell:
     state: CellState
     judge: HealthJudge
     dead: bool = False
+    serves: bool = True  # what the executor was last told
     watching: asyncio.Task[None] | None = None
     weight_version: int = 0
     problem: str = field(default="")
@@ -69,8 +71,11 @@ class InferenceController:
         self._cells = {handle.worker_name: self._make_cell(index, handle) for index, handle in enumerate(engines)}
         self._lock = asyncio.Lock()
         self._offloaded = False
+        self._closing = False
         self._publishing: list[EngineCell] = []
         self._republish: Republish | None = None
+        self._tell_live: TellLive | None = None
+        self._telling: set[asyncio.Task[None]] = set()
 
     def _make_cell(self, index: int, handle: WorkerHandle) -> EngineCell:
         args = self.args
@@ -111,6 +116,27 @@ class InferenceController:
     def on_resume(self, republish: Republish) -> None:
         """`republish(engine)` publishes the current weights to one engine, and returns their version."""
         self._republish = republish
+
+    def on_live(self, tell: TellLive) -> None:
+        """`tell(index, live)` is awaited when an engine stops serving, or serves again."""
+        self._tell_live = tell
+
+    def _set_live(self, cell: EngineCell, live: bool) -> None:
+        if cell.serves == live:
+            return
+        cell.serves = live
+        if self._tell_live is not None:
+            self._start(self._tell_live(cell.index, live))
+
+    def _start(self, coroutine: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._telling.add(task)
+        task.add_done_callback(self._told)
+
+    def _told(self, task: asyncio.Task[None]) -> None:
+        self._telling.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.debug("telling of an engine: %s", task.exception())
 
     async def prepare_rollout(self, rollout_id: int) -> None:
         """Engines awake and watched. Called before each rollout is asked for."""
@@ -172,6 +198,7 @@ class InferenceController:
         for cell in cells:
             if cell.lives:
                 cell.state.change(phase="Running", serving=("True", ""), weight_version=weight_version)
+                self._set_live(cell, True)
 
     async def _resume_engines(self, cells: Sequence[EngineCell]) -> None:
         await self._each(cells, "resume")
@@ -214,6 +241,7 @@ class InferenceController:
         cell = self._cell(name)
         async with self._lock:
             self._unwatch(cell)
+            self._set_live(cell, False)
             await self._run.manager.end(name)
             cell.state.change(
                 suspend=True,
@@ -271,6 +299,7 @@ class InferenceController:
 
     async def dispose(self) -> None:
         """End probes and engines. Idempotent."""
+        self._closing = True
         for cell in self._cells.values():
             self._unwatch(cell)
         await asyncio.gather(*(self._run.manager.dispose_worker(cell.handle) for cell in self._cells.values() if cell.lives))
@@ -310,6 +339,11 @@ class InferenceController:
     def _judged(self, cell: EngineCell, verdict: Verdict, reason: str) -> None:
         """Called when the verdict on an engine, or its reason, changes."""
         cell.state.change(healthy=(verdict.value, reason))
+        if verdict is Verdict.HEALTHY and cell.lives and not cell.serves and cell.weight_version > 0:
+            logger.info("%s is well again", cell.name)
+            cell.problem = ""
+            cell.state.change(serving=("True", ""))
+            self._set_live(cell, True)
         if verdict is Verdict.UNHEALTHY:
             self._lose(cell, reason, dead=reason.startswith(WorkerDied.__name__))
 
@@ -319,12 +353,18 @@ class InferenceController:
         cell.problem = reason
         cell.dead = cell.dead or dead
         cell.state.change(healthy=("False", reason), serving=("False", "lost"))
+        self._set_live(cell, False)
         self._end_run_if_none_works()
 
     def _end_run_if_none_works(self) -> None:
         """Nobody but the control API starts an engine again: without it, waiting for one would be for ever."""
-        if not self.args.api_server_port and not any(cell.works for cell in self._cells.values()):
-            self._run.guard.fail(RuntimeError(f"no engine is left that works:\n{self._problems()}"))
+        if not self.args.api_server_port and not self._closing and not any(cell.works for cell in self._cells.values()):
+            self._closing = True
+            self._start(self._end_run())
+
+    async def _end_run(self) -> None:
+        stacks = [await cell.handle.worker_stacks() for cell in self._cells.values() if cell.lives]
+        self._run.guard.fail(RuntimeError("\n".join([f"no engine is left that works:\n{self._problems()}", *stacks])))
 
     def _problems(self) -> str:
         return "\n".join(f"{cell.name}: {cell.problem or 'suspended'}" for cell in self._cells.values())

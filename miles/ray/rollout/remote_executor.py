@@ -45,6 +45,8 @@ class RemoteExecutor:
         step = 0 if self._run.trained_through is None and rollout_id == 0 else None
         with tracking.timeline().span("executor", "eval", rollout_id=rollout_id):
             result: EvalResult = await self._run.guard.watch(self._handle.eval(rollout_id, hf_dir))
+        if result.reason:
+            logger.warning("evaluation after rollout %d: %s", rollout_id, result.reason)
         tracking.log(result.metrics, rollout_id, step)
         return result
 
@@ -53,6 +55,9 @@ class RemoteExecutor:
 
     async def set_weight_version(self, version: int) -> None:
         await self._run.guard.watch(self._handle.set_weight_version(version))
+
+    async def set_engine_live(self, index: int, live: bool) -> None:
+        await self._handle.set_engine_live(index, live)
 
     async def note_trained(self, rollout_id: int, step: int) -> None:
         await self._run.guard.watch(self._handle.note_trained(rollout_id, step))

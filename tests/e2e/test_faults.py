@@ -1,0 +1,87 @@
+"""What goes wrong ends the run: with the cause said last, a code that is not 0, and nothing left running."""
+
+import os
+import signal
+
+import pytest
+
+import train_async
+
+pytestmark = pytest.mark.filterwarnings("default")  # as users run it
+
+
+def test_a_reward_that_raises_ends_the_run_with_its_own_traceback(launch):
+    run = launch("reward", "--reward", "tests.e2e.faulty.raises").end()
+    assert run.code == 1
+    assert "in raises" in run.err
+    assert run.err.rstrip().splitlines()[-1].startswith("RuntimeError: the judge is out of its mind about")
+
+
+def test_the_same_in_one_process(drive):
+    with pytest.raises(RuntimeError, match="out of its mind"):
+        drive("reward", "--reward", "tests.e2e.faulty.raises")
+
+
+def test_missing_parts_are_said_at_once(drive, tmp_path):
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "broken.jsonl").write_text('{"prompt": "1 + 1"}\n{"prompt": \n')
+    for flags in (
+        ("--hf-checkpoint", tmp_path / "nowhere"),
+        ("--hf-checkpoint", "random:nonsense"),
+        ("--prompt-data", tmp_path / "nowhere.jsonl"),
+        ("--prompt-data", tmp_path / "empty.jsonl"),
+        ("--prompt-data", tmp_path / "broken.jsonl"),
+        ("--reward", "no_such_module.score"),
+    ):
+        with pytest.raises((ValueError, OSError, SystemExit)):
+            drive("missing", *flags)
+
+
+@pytest.mark.case("C83")
+def test_sigterm_saves_the_step_and_leaves_nothing(launch, tmp_path):
+    process = launch("term", "--num-rollout", 1000)
+    process.wait_for(lambda run: run.trained(2))
+    process.process.send_signal(signal.SIGTERM)
+    run = process.end()
+    assert run.code == 128 + signal.SIGTERM
+    assert "ended by SIGTERM; rollout" in run.err.splitlines()[-1]
+    saved = sorted((run.folder / "checkpoints").glob("rollout_*/COMPLETE"))
+    assert len(saved) == 1
+    last = run.series("train/loss")[-1][0]
+    assert saved[0].parent.name == f"rollout_{last:06d}"
+    # And again at once, on the same machine, from where it stopped.
+    resumed = launch("after", "--num-rollout", last + 2, "--load", run.folder / "checkpoints").end()
+    assert resumed.code == 0, resumed.err
+    assert [rollout for rollout, _ in resumed.series("train/loss")] == [last + 1]
+
+
+def test_ctrl_c_without_saving(launch):
+    process = launch("stop", "--num-rollout", 1000, "--in-process", "--no-save-on-signal")
+    process.wait_for(lambda run: run.trained(1))
+    process.process.send_signal(signal.SIGINT)
+    run = process.end()
+    assert run.code == 128 + signal.SIGINT
+    assert run.err.splitlines()[-1] == "miles: ended by SIGINT"
+    assert not list((run.folder / "checkpoints").glob("rollout_*"))
+
+
+@pytest.mark.parametrize("worker", ["engine-0", "actor-0"])
+def test_a_killed_worker_ends_the_run_and_is_named(launch, worker):
+    process = launch("killed", "--num-rollout", 1000)
+    process.wait_for(lambda run: run.trained(1))
+    os.kill(process.worker(worker).pid, signal.SIGKILL)
+    run = process.end()
+    assert run.code == 1
+    assert f"worker {worker} died" in run.err
+    assert f"logs/{worker}.log" in run.err
+
+
+def test_an_error_in_the_driver_leaves_the_process_clean(drive, monkeypatch):
+    def broken(*args):
+        raise ZeroDivisionError("in the driver itself")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_async, "remove_rollout_data_refs", broken)
+        with pytest.raises(ZeroDivisionError):
+            drive("driver")
+    assert len(drive("after", "--num-rollout", 1).series("train/loss")) == 1
