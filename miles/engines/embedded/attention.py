@@ -34,7 +34,7 @@ class Chunk(NamedTuple):
 
 class Attending(Protocol):
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> torch.Tensor:
-        """query, key, value [heads, tokens, dim] of one layer -> [tokens, query heads, dim]."""
+        """query, key, value [tokens, heads, dim] of one layer -> [tokens, query heads, dim]."""
         ...
 
 
@@ -81,12 +81,12 @@ class Batch:
         )
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> torch.Tensor:
-        self.cache.write(layer, self.slots, self.positions, key.transpose(0, 1), value.transpose(0, 1))
-        parts = [self._decode(layer, query[:, : self.num_decode].transpose(0, 1), scale)] if self.num_decode else []
+        self.cache.write(layer, self.slots, self.positions, key, value)
+        parts = [self._decode(layer, query[: self.num_decode], scale)] if self.num_decode else []
         begin = self.num_decode
         for chunk in self.prefills:
             tokens = slice(begin, begin + chunk.end - chunk.start)
-            parts.append(self._prefill(layer, chunk, (query[:, tokens], key[:, tokens], value[:, tokens]), scale))
+            parts.append(self._prefill(layer, chunk, (query[tokens], key[tokens], value[tokens]), scale))
             begin = tokens.stop
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -106,7 +106,7 @@ class Batch:
 
     def _prefill(self, layer: int, chunk: Chunk, own: tuple[torch.Tensor, ...], scale: float | None) -> torch.Tensor:
         """One chunk: causal among its own tokens, and after what its slot held before."""
-        query, key, value = own
+        query, key, value = (part.transpose(0, 1) for part in own)  # [heads, chunk, dim]
         mask = None
         if chunk.start:
             key, value = self.cache.keys[layer, chunk.slot, :, : chunk.end], self.cache.values[layer, chunk.slot, :, : chunk.end]
@@ -146,7 +146,8 @@ def slot_attention(
             raise ValueError(f"the embedded engine does plain full attention; this model asks for {name}")
     layer = module.layer_idx
     assert isinstance(layer, int)
-    return _current.get().attend(layer, query[0], key[0], value[0], scaling)[None], None
+    query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
+    return _current.get().attend(layer, query, key, value, scaling)[None], None
 
 
 AttentionInterface.register(NAME, slot_attention)

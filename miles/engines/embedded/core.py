@@ -10,7 +10,7 @@ import torch
 
 from miles.config.run_config import RunConfig
 from miles.engines.embedded.decoder import Decoder
-from miles.engines.embedded.model import load_model, move, pick_device, vocabulary_of
+from miles.engines.embedded.model import load_model, pick_device, vocabulary_of
 from miles.engines.embedded.requests import Limits
 from miles.engines.embedded.sequence import Reply, Sequence
 from miles.engines.embedded.stopping import Stopping
@@ -148,16 +148,11 @@ class EngineCore:
         """Free the cache; a GPU's weights go to host memory. Running requests are prefilled anew after onload."""
         if not self.offloaded:
             self.offloaded = True
-            self.ready.drop_cache()
-            if self.device.type != "cpu":
-                move(self.ready.model, torch.device("cpu"))
-                torch.cuda.empty_cache()
+            self.ready.offload()
 
     def onload(self) -> None:
         if self.offloaded:
-            move(self.ready.model, self.device)
-            self.ready.cache.allocate()
-            self.ready.last_progress = time.monotonic()
+            self.ready.onload(self.device)
             self.offloaded = False
 
     def dispose(self) -> None:

@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 
 from miles.engines.embedded.attention import Batch
 from miles.engines.embedded.cache import SlotCache
-from miles.engines.embedded.model import forward, probe_cache
+from miles.engines.embedded.fitting import fit_forward
+from miles.engines.embedded.model import move, probe_cache
 from miles.engines.embedded.sampling import Draw, sample
 from miles.engines.embedded.scheduler import Plan, Scheduler
 from miles.engines.embedded.sequence import Sequence
@@ -25,6 +26,7 @@ class Decoder:
         self.stopping = stopping
         self.max_context = max_context
         self.cache = SlotCache(probe_cache(model), max_running, max_context)
+        self.forward = fit_forward(model, self.cache)
         self.scheduler = Scheduler(self.cache, max_running, prefill_tokens)
         self.version = 0
         self._poisoned = False
@@ -59,14 +61,26 @@ class Decoder:
         self.version = version
         self.scheduler.weights_changed()
         if self._poisoned:  # masked or not, a NaN in the cache spoils what reads it (0 x NaN)
-            self.drop_cache()
+            self.scheduler.forget_cache()
             self.cache.allocate()
             self._poisoned = False
 
-    def drop_cache(self) -> None:
-        """Give the cache's memory back; running sequences will be prefilled anew."""
+    def offload(self) -> None:
+        """Free the cache and bring the weights to host memory. Running sequences will be prefilled anew."""
         self.scheduler.forget_cache()
         self.cache.release()
+        self._move(torch.device("cpu"))
+
+    def onload(self, device: torch.device) -> None:
+        self._move(device)
+        self.cache.allocate()
+        self.last_progress = time.monotonic()
+
+    def _move(self, device: torch.device) -> None:
+        if self.model.device.type != device.type:
+            move(self.model, device)
+            self.forward.rebind()
+            torch.cuda.empty_cache()
 
     def _compute(self, plan: Plan) -> list[tuple[Sequence, int, float]]:
         """Forward and sample: (sequence, token, log-prob) of every chunk that reaches its sequence's end."""
@@ -79,7 +93,9 @@ class Decoder:
             if chunk.end == len(sequence.tokens):
                 ready.append(sequence)
                 keep.append(len(token_ids) - 1)
-        logits = forward(self.model, token_ids, Batch.plan(self.cache, plan.decodes, plan.prefills), keep)
+        batch = Batch.plan(self.cache, plan.decodes, plan.prefills)
+        device = batch.positions.device
+        logits = self.forward(torch.tensor(token_ids, device=device), batch, torch.tensor(keep, dtype=torch.long, device=device))
         if not ready:
             return []
         tokens, logprobs = sample(logits, [Draw(row.request.sampling, row.num_written) for row in ready])

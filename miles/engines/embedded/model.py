@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -71,17 +72,31 @@ def _check_full_attention(checkpoint: str, hf: PreTrainedConfig) -> None:
         raise ValueError(f"--hf-checkpoint {checkpoint}: the embedded engine knows full attention only, this model has {sorted(kinds)}")
 
 
-def forward(model: PreTrainedModel, token_ids: list[int], batch: Batch, keep: list[int]) -> torch.Tensor:
-    """One packed pass. token_ids [tokens]; keep: places whose logits are wanted. Returns logits [len(keep), vocabulary]."""
-    device = model.device
-    with attending(batch):
-        output = model(
-            input_ids=torch.tensor([token_ids], device=device),
-            position_ids=batch.positions[None],
-            use_cache=False,
-            logits_to_keep=0 if len(keep) == len(token_ids) else torch.tensor(keep, dtype=torch.long, device=device),
-        )
-    return output.logits[0]
+class Forward(Protocol):
+    """One packed pass through a model."""
+
+    def __call__(self, token_ids: torch.Tensor, batch: Batch, keep: torch.Tensor) -> torch.Tensor:
+        """token_ids [tokens]; keep [rows]: places whose logits are wanted. Returns logits [rows, vocabulary]."""
+        ...
+
+    def rebind(self) -> None:
+        """Called when the model's parameters have moved to another device."""
+        ...
+
+
+class TransformersForward:
+    """The pass as transformers makes it: for any model."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+
+    def __call__(self, token_ids: torch.Tensor, batch: Batch, keep: torch.Tensor) -> torch.Tensor:
+        with attending(batch):
+            output = self._model(input_ids=token_ids[None], position_ids=batch.positions[None], use_cache=False, logits_to_keep=keep)
+        return output.logits[0]
+
+    def rebind(self) -> None:
+        pass  # asks the model anew at each pass
 
 
 @dataclass(slots=True)
@@ -91,8 +106,8 @@ class _Probe:
     shapes: dict[int, tuple[int, int, int]] = field(default_factory=dict)
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> torch.Tensor:
-        self.shapes[layer] = (key.shape[0], key.shape[2], value.shape[2])
-        return query.new_zeros(query.shape[1], query.shape[0], value.shape[2])
+        self.shapes[layer] = (key.shape[1], key.shape[2], value.shape[2])
+        return query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
 
 
 @torch.inference_mode()
