@@ -30,13 +30,13 @@ class Fused:
     def of(cls, *parts: nn.Linear) -> Fused:
         """Lay the parts' weights side by side; their parameters become views of the result."""
         biases = [part.bias for part in parts]
-        return cls(_join([part.weight for part in parts]), None if biases[0] is None else _join(biases))
+        return cls(_join(*(part.weight for part in parts)), None if biases[0] is None else _join(*biases))
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
 
 
-def _join(parameters: list[Tensor]) -> Tensor:
+def _join(*parameters: Tensor) -> Tensor:
     joined = torch.cat([parameter.data for parameter in parameters])
     start = 0
     for parameter in parameters:
