@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import mmap
 import os
 import re
@@ -23,16 +24,17 @@ from torch import Tensor
 
 from miles.types import PublishPlan
 
+logger = logging.getLogger(__name__)
+
 DEPTH = 2
 """Segments: bucket i + 1 is filled while bucket i is read."""
 
 PREFIX = "miles-weights-"
 
 
-def directory() -> Path:
-    """Where segments live: memory where the system offers it as files, else a mapped temporary file."""
-    shm = Path("/dev/shm")
-    return shm if shm.is_dir() else Path(tempfile.gettempdir())
+def directories() -> list[Path]:
+    """Where segments may live: memory where the system offers it as files, else a mapped temporary file."""
+    return [path for path in (Path("/dev/shm"), Path(tempfile.gettempdir())) if path.is_dir()]
 
 
 class Segment:
@@ -44,7 +46,8 @@ class Segment:
         # unlinks at dispose and at a normal exit; after a kill, `remove_stale` finds the lock free
         self._finalizer = weakref.finalize(self, _remove, descriptor, self.path, os.getpid())
         try:
-            _allocate(descriptor, nbytes, where)
+            # reserved now: a file that is only long enough on paper ends the process with SIGBUS when it is written
+            os.posix_fallocate(descriptor, 0, nbytes)
             memory = mmap.mmap(descriptor, nbytes)
         except BaseException:
             self.remove()
@@ -56,9 +59,14 @@ class Segment:
 
 
 class Sender:
-    def __init__(self, label: str, where: Path | None = None) -> None:
+    def __init__(self, label: str, where: Sequence[Path] | None = None) -> None:
+        """
+        Args:
+            label: a part of the segments' names, for people who look at them.
+            where: directories, the first with room is taken; default: `directories`.
+        """
         self._label = re.sub(r"[^A-Za-z0-9_.]+", "_", label)[:40]
-        self._where = where or directory()
+        self._where = where or directories()
         self._segments: list[Segment] = []
         self._sizes: Sequence[int] = ()
 
@@ -66,11 +74,33 @@ class Sender:
         needed = [max(bucket_nbytes[slot::DEPTH]) for slot in range(min(DEPTH, len(bucket_nbytes)))]
         if [segment.nbytes for segment in self._segments] != needed:
             self.dispose()
-            remove_stale(self._where)
+            for place in self._where:
+                remove_stale(place)
             for nbytes in needed:
-                self._segments.append(Segment(self._label, nbytes, self._where))
+                self._segments.append(self._segment(nbytes))
         self._sizes = bucket_nbytes
         return {"paths": [str(segment.path) for segment in self._segments]}
+
+    def _segment(self, nbytes: int) -> Segment:
+        refusals = []
+        for place in self._where:
+            try:
+                segment = Segment(self._label, nbytes, place)
+            except OSError as error:
+                refusals.append(f"{place}, which has {_free(place) >> 20} MiB free ({error.strerror})")
+                continue
+            if refusals:
+                logger.warning(
+                    "weights travel through a file in %s: %d MiB more did not fit in %s (docker: --shm-size)",
+                    place,
+                    nbytes >> 20,
+                    "; ".join(refusals),
+                )
+            return segment
+        raise ValueError(
+            f"shared memory for weights: {nbytes >> 20} MiB more are needed and fit neither in {' nor in '.join(refusals)}; "
+            f"enlarge the first (docker: --shm-size), lower --weight-bucket-mb, or take --weight-transport broadcast or disk"
+        )
 
     def buffer(self, index: int) -> Tensor:
         return self._segments[index % DEPTH].buffer[: self._sizes[index]]
@@ -141,17 +171,9 @@ def _remove(descriptor: int, path: Path, owner: int) -> None:
         os.close(descriptor)
 
 
-def _allocate(descriptor: int, nbytes: int, where: Path) -> None:
-    """Reserve the memory now: a file that is only long enough on paper ends the process with SIGBUS when it is written."""
-    try:
-        os.posix_fallocate(descriptor, 0, nbytes)
-    except OSError as error:
-        stat = os.statvfs(where)
-        raise ValueError(
-            f"shared memory for weights: {nbytes >> 20} MiB more are needed in {where}, "
-            f"which has {stat.f_bavail * stat.f_frsize >> 20} MiB free; "
-            f"enlarge it (docker: --shm-size), lower --weight-bucket-mb, or take --weight-transport broadcast or disk"
-        ) from error
+def _free(where: Path) -> int:
+    stat = os.statvfs(where)
+    return stat.f_bavail * stat.f_frsize
 
 
 def _map(path: str) -> Tensor:

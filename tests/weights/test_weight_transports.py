@@ -22,6 +22,7 @@ from miles.weights.receiver import WeightLoader
 from miles.weights.sender import WeightPublisher
 from miles.weights.transports import choose
 
+SHM = shared_memory.directories()[0]
 TRANSPORTS = ["shared_memory", "broadcast", "disk"]
 
 
@@ -65,7 +66,7 @@ def test_engines_have_what_was_sent_after_every_publish(transport: str, pair: li
     publisher.dispose()
     publisher.dispose()
     assert list(tmp_path.iterdir()) == []
-    assert list(shared_memory.directory().glob(f"{shared_memory.PREFIX}t-{transport}*")) == []
+    assert list(SHM.glob(f"{shared_memory.PREFIX}t-{transport}*")) == []
 
 
 def test_no_checksums_when_verification_is_off(pair: list[EngineProcess]) -> None:
@@ -238,7 +239,7 @@ def test_a_sender_that_is_killed_leaves_nothing_after_the_next_start(transport: 
     )
     assert child.stdout is not None
     assert child.stdout.readline() == "ready\n"
-    left = lambda: [*shared_memory.directory().glob(f"{shared_memory.PREFIX}victim*"), *tmp_path.glob("*victim*")]  # noqa: E731
+    left = lambda: [*SHM.glob(f"{shared_memory.PREFIX}victim*"), *tmp_path.glob("*victim*")]  # noqa: E731
     assert left()
     weights = {"a": torch.ones(3)}
     args = settings(name="next", weight_transport=transport, weight_sync_dir=str(tmp_path))
@@ -257,13 +258,37 @@ def test_a_sender_that_is_killed_leaves_nothing_after_the_next_start(transport: 
     publisher.dispose()
 
 
+def too_much() -> int:
+    return os.statvfs(SHM).f_blocks * os.statvfs(SHM).f_frsize * 2
+
+
 def test_too_little_shared_memory_is_said() -> None:
-    free = os.statvfs(shared_memory.directory())
-    too_much = free.f_blocks * free.f_frsize * 2
-    sender = shared_memory.Sender("big")
-    with pytest.raises(ValueError, match=r"MiB more are needed in .*MiB free.*--weight-bucket-mb"):
-        sender.open([too_much], 1, 1)
-    assert list(shared_memory.directory().glob(f"{shared_memory.PREFIX}big*")) == []
+    sender = shared_memory.Sender("big", [SHM])
+    with pytest.raises(ValueError, match=r"MiB more are needed and fit neither in /.* MiB free .*--weight-bucket-mb"):
+        sender.open([64, too_much()], 1, 1)
+    sender.dispose()
+    assert list(SHM.glob(f"{shared_memory.PREFIX}big*")) == []
+
+
+def test_a_file_stands_in_for_shared_memory_that_is_too_small(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    real = os.posix_fallocate
+
+    def full(descriptor: int, start: int, nbytes: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}").startswith(str(small)):
+            raise OSError(28, "No space left on device")
+        real(descriptor, start, nbytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    sender = shared_memory.Sender("roomy", [small, tmp_path])
+    paths = sender.open([64, 32], 1, 1)["paths"]
+    assert [Path(path).parent for path in paths] == [tmp_path, tmp_path]
+    assert "--shm-size" in caplog.text
+    sender.dispose()
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 def test_shared_memory_that_is_gone_is_said() -> None:
