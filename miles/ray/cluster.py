@@ -31,6 +31,7 @@ class Cluster:
         self._temp_dir: str | None = None
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
+        os.environ.setdefault("RAY_worker_niceness", "0")  # not behind everything else that runs on a shared machine
         try:
             self._join() if self.address else self._start(cpus_needed)
         except BaseException:
