@@ -60,12 +60,12 @@ class MultiTurn:
         self.continuation(["ok"], None)  # a template that cannot show tool results is refused here
 
     async def __call__(self, sample: Sample, generate: GenerateCall) -> None:
-        ids = list(sample.prompt_ids)
+        ids = sample.prompt_ids
         for turn in range(self.max_turns):
             room = self.max_tokens - len(sample.response_ids)
             completion = await generate(ids, turn=turn, max_new_tokens=room)
             append_completion(sample, completion)
-            ids += completion.token_ids
+            ids = ids + completion.token_ids  # a new list: an engine in this process may still hold the old one
             if completion.finish_reason is FinishReason.LENGTH:
                 sample.status = SampleStatus.TRUNCATED
                 return
@@ -80,7 +80,7 @@ class MultiTurn:
             if len(sample.response_ids) + len(between) >= self.max_tokens or len(ids) + len(between) >= self.max_context:
                 break
             append_environment(sample, between)
-            ids += between
+            ids = ids + between
         sample.status = SampleStatus.TRUNCATED
 
     async def run(self, call: ToolCall | BadToolCall) -> str:

@@ -15,6 +15,10 @@ async def by_tokens(sample: Sample) -> dict[str, float]:
     return {"reward": float(sum(sample.response_ids) % 7) / 4, "parity": float(sum(sample.response_ids) % 2)}
 
 
+async def by_parity(sample: Sample) -> float:
+    return float(sum(sample.response_ids) % 2)
+
+
 async def by_place(sample: Sample) -> float:
     """Different for siblings."""
     return float(sample.sample_index % 2)
@@ -64,3 +68,7 @@ def fails() -> Any:
 
 
 TOOLS = {"add": add, "search": search, "fails": fails}
+
+
+async def evaluate_snapshot(hf_dir: str, rollout_id: int) -> dict[str, float]:
+    return {"length": len(hf_dir), "eval/mine/score": rollout_id}
