@@ -35,7 +35,7 @@ def write(path, rows):
 def test_every_kind_of_file_gives_the_same_rows(tokenizers, tmp_path, name):
     rows = [{"prompt": [{"role": "user", "content": f"1+{i}?"}], "label": str(i + 1), "metadata": {"level": i}} for i in range(3)]
     read = load_prompts(write(tmp_path / name, rows), tokenizers(), DataSection())
-    assert [row.prompt_ids for row in read.rows] == [render_prompt(tokenizers(), row["prompt"], None, DataSection()) for row in rows]
+    assert [list(row.prompt_ids) for row in read.rows] == [render_prompt(tokenizers(), row["prompt"], None, DataSection()) for row in rows]
     assert [(row.prompt, row.label, row.metadata, row.tools) for row in read.rows] == [
         (row["prompt"], row["label"], row["metadata"], None) for row in rows
     ]
@@ -123,7 +123,7 @@ def test_batches_of_rendering_keep_order_and_ids(tokenizers, tmp_path, monkeypat
     read = load_prompts(write(tmp_path / "d.jsonl", rows), tokenizers("inst", bos=True), DataSection())
     assert [row.label for row in read.rows] == list(range(11))
     for row, given in zip(read.rows, rows, strict=True):
-        assert row.prompt_ids == render_prompt(tokenizers("inst", bos=True), given["prompt"], None, DataSection())
+        assert list(row.prompt_ids) == render_prompt(tokenizers("inst", bos=True), given["prompt"], None, DataSection())
 
 
 @pytest.mark.parametrize("name", ["d.parquet", "saved"])
@@ -137,7 +137,7 @@ def test_nulls_that_columns_fill_in_are_not_sent(tokenizers, tmp_path, name):
     read = load_prompts(write(tmp_path / name, rows), tokenizers(), DataSection())
     assert [row.tools for row in read.rows] == [[tools[0]], [tools[1]], None]
     assert read.rows[0].prompt == rows[0]["prompt"]
-    assert read.rows[0].prompt_ids == render_prompt(tokenizers(), rows[0]["prompt"], rows[0]["tools"], DataSection())
+    assert list(read.rows[0].prompt_ids) == render_prompt(tokenizers(), rows[0]["prompt"], rows[0]["tools"], DataSection())
 
 
 @pytest.mark.case("C11")

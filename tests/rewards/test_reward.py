@@ -180,7 +180,7 @@ async def test_scores_on_the_main_thread_in_threads_and_many_at_once(scorer, ans
 
 
 @pytest.mark.case("C17")
-def test_scores_in_a_ray_actor_with_several_threads():
+def test_scores_in_a_ray_actor_with_several_threads(monkeypatch):
     class Scores:
         def __init__(self):
             self.scorer = RewardScorer(RewardSection(reward="math", reward_workers=2))
@@ -193,7 +193,8 @@ def test_scores_in_a_ray_actor_with_several_threads():
         def dispose(self):
             asyncio.run(self.scorer.dispose())
 
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}})
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
     try:
         actor = ray.remote(max_concurrency=4)(Scores).remote()
         labels = [r"\frac{1}{3}", "3"] * 8
