@@ -1,0 +1,198 @@
+"""Engines as cells: served, paused, lost, suspended, started again; the lock; false alarms."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+
+from miles.config.run_config import RunConfig
+from miles.ray.guard import RunGuard
+from miles.ray.rollout.inference_controller import InferenceController
+from miles.ray.worker_manager import WorkerManager
+from miles.ray.worker_spec import WorkerSpec
+from miles.types import EngineHealth
+
+
+class PlainEngine:
+    """An engine whose state the test sets."""
+
+    made: ClassVar[list] = []
+
+    def __init__(self, name):
+        self.name, self.paused, self.version, self.calls = name, False, 0, []
+        self.stuck, self.glitches, self.answer = 0.0, [], {}
+        PlainEngine.made.append(self)
+
+    async def init(self):
+        self.calls.append("init")
+
+    async def pause(self, mode):
+        self.calls.append("pause")
+        if self.glitches:
+            raise self.glitches.pop()
+        self.paused = True
+
+    async def resume(self):
+        self.calls.append("resume")
+        self.paused = False
+
+    async def health(self):
+        return EngineHealth(True, self.version, 0, 0, self.paused, self.stuck)
+
+    async def check_weights(self, action, **options):
+        return self.answer
+
+    async def offload(self):
+        self.calls.append("offload")
+
+    async def onload(self):
+        self.calls.append("onload")
+
+    async def dispose(self):
+        self.calls.append("dispose")
+
+
+@pytest.fixture
+async def world(tmp_path):
+    PlainEngine.made = []
+    args = RunConfig(num_engines=2, health_interval=0.02, engine_stuck_timeout=5.0)
+    manager = WorkerManager(str(tmp_path / "logs"))
+    run = SimpleNamespace(manager=manager, guard=RunGuard())
+    specs = [WorkerSpec(f"engine-{i}", f"{__name__}.PlainEngine", {"name": f"engine-{i}"}) for i in range(2)]
+    handles = [await manager.start(spec) for spec in specs]
+    controller = InferenceController(args, run, handles)
+    told = []
+
+    async def tell(index, live):
+        told.append((index, live))
+
+    controller.on_live(tell)
+    await controller.init()
+    yield SimpleNamespace(args=args, manager=manager, run=run, controller=controller, told=told, engines=PlainEngine.made)
+    await controller.dispose()
+    await manager.shutdown()
+
+
+async def until(condition, seconds=5.0):
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 what is waited for is no event
+            await asyncio.sleep(0.01)
+
+
+def cell(world, index):
+    return world.controller.cells()[index]
+
+
+async def publish(world, version):
+    engines = await world.controller.start_update_weights()
+    assert all(engine.paused for engine in world.engines[-len(engines) :])
+    await world.controller.end_update_weights(version)
+
+
+async def test_engines_serve_from_the_first_publish_on(world):
+    assert [c.status.phase for c in world.controller.cells()] == ["Pending", "Pending"]
+    await publish(world, 1)
+    assert [c.status.phase for c in world.controller.cells()] == ["Running", "Running"]
+    assert [c.status.weight_version for c in world.controller.cells()] == [1, 1]
+    assert not any(engine.paused for engine in world.engines)
+    await until(lambda: all(c.condition("Healthy").status == "True" for c in world.controller.cells()))
+
+
+@pytest.mark.case("C85")
+async def test_a_passing_control_error_is_tried_again(world):
+    world.engines[0].glitches = [OSError("502")]
+    await publish(world, 1)
+    assert world.engines[0].calls.count("pause") == 2
+
+
+async def test_suspend_waits_for_the_publish(world):
+    await publish(world, 1)
+    await world.controller.start_update_weights()
+    suspending = asyncio.ensure_future(world.controller.suspend_cell("engine-0"))
+    await asyncio.sleep(0.05)
+    assert not suspending.done()
+    await world.controller.end_update_weights(2)
+    await suspending
+    assert cell(world, 0).status.phase == "Suspended"
+    assert len(await world.controller.start_update_weights()) == 1
+    await world.controller.end_update_weights(3)
+
+
+@pytest.mark.case("C79")
+async def test_a_resumed_engine_serves_only_with_the_weights_of_the_run(world):
+    await publish(world, 3)
+    paused_at_republish = []
+
+    async def republish(engine):
+        paused_at_republish.append(world.engines[-1].paused)
+        return 3
+
+    world.controller.on_resume(republish)
+    await world.controller.suspend_cell("engine-0")
+    await until(lambda: world.told == [(0, False)])
+    await world.controller.resume_cell("engine-0")
+    await world.controller.resume_cell("engine-0")
+    assert len(world.engines) == 3
+    assert world.engines[-1].calls == ["init", "pause", "resume"]
+    assert paused_at_republish == [True]
+    assert cell(world, 0).status.weight_version == 3
+    await until(lambda: world.told == [(0, False), (0, True)])
+
+
+async def test_a_lost_engine_is_left_out_and_the_last_one_ends_the_run(world):
+    await publish(world, 1)
+    await world.manager.end("engine-0")
+    await until(lambda: cell(world, 0).condition("Healthy").status == "False")
+    await until(lambda: world.told == [(0, False)])
+    assert len(await world.controller.start_update_weights()) == 1
+    await world.controller.end_update_weights(2)
+    await world.manager.end("engine-1")
+    with pytest.raises(RuntimeError, match="no engine is left that works"):
+        await world.run.guard.watch(asyncio.sleep(30))
+    with pytest.raises(RuntimeError, match="no engine is left to publish to"):
+        await world.controller.start_update_weights()
+
+
+@pytest.mark.case("C81")
+async def test_an_engine_that_answers_but_never_writes_is_found_and_a_paused_one_is_not(world):
+    await publish(world, 1)
+    await world.controller.start_update_weights()
+    world.engines[0].stuck = 100.0
+    await asyncio.sleep(0.1)
+    assert cell(world, 0).condition("Healthy").status != "False"
+    world.engines[0].stuck = 0.0
+    await world.controller.end_update_weights(2)
+    world.engines[0].stuck = 100.0
+    await until(lambda: world.told == [(0, False)])
+    world.engines[0].stuck = 0.0
+    await until(lambda: world.told == [(0, False), (0, True)])
+
+
+async def test_differing_weights_are_listed_unless_skipped(world):
+    world.engines[1].answer = {"layer.weight": "largest difference 0.5", "odd.bias": "small"}
+    with pytest.raises(ValueError, match=r"engine-1: layer\.weight: largest difference") as caught:
+        await world.controller.check_weights("compare", skip_list=["odd"])
+    assert "odd.bias" not in str(caught.value)
+    await world.controller.check_weights("compare", skip_list=["odd", "layer"])
+    with pytest.raises(ValueError, match="not 'guess'"):
+        await world.controller.check_weights("guess")
+
+
+async def test_taking_turns(world):
+    await publish(world, 1)
+    await world.controller.offload()
+    await world.controller.offload()
+    await world.controller.prepare_rollout(1)
+    await world.controller.prepare_rollout(2)
+    assert [call for call in world.engines[0].calls if "load" in call] == ["offload", "onload"]
+    await world.controller.offload()
+    await publish(world, 2)
+    assert [call for call in world.engines[0].calls if "load" in call] == ["offload", "onload", "offload", "onload"]
+
+
+async def test_unknown_cells_are_refused(world):
+    with pytest.raises(KeyError, match="engine-0, engine-1"):
+        await world.controller.suspend_cell("engine-9")
+    with pytest.raises(ValueError, match="no process of its own"):
+        await world.controller.inject_fault("engine-0", "kill")
