@@ -4,6 +4,7 @@ The command line is read by `flags`, not by pydantic-settings: importing that pa
 may take, and its errors come one at a time and without the nearest known name. Values are checked by pydantic, in strict mode.
 """
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -34,13 +35,21 @@ def parse_args(argv: Sequence[str] | None = None, *, prog: str | None = None, pr
     prog = prog or sys.argv[0].rsplit("/", 1)[-1]
     found = flags.read(argv)
     if found.help:
-        print(help_text(prog))
+        _print(help_text(prog))
         raise SystemExit(0)
     try:
         return resolve(argv, preset=preset)
     except SettingsError as error:
         print(f"{prog}: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def _print(text: str) -> None:
+    """To stdout, also when that is `head` and goes away."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def resolve(argv: Sequence[str], *, preset: Mapping[str, Any] | None = None, check: bool = True) -> RunConfig:

@@ -140,6 +140,14 @@ def test_help_is_instant_and_imports_no_heavy_library():
     assert min(times) < 0.5, times
 
 
+def test_help_into_a_pipe_that_closes_is_no_error():
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = f"{sys.executable} -m miles.cli.main train --help | head -1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("usage: miles train")
+
+
 def test_resolve_without_checks_takes_settings_as_they_are():
     assert resolve(["--temperature", "0"], check=False).temperature == 0
     with pytest.raises(SettingsError):
