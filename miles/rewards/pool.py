@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import pickle
 import queue
+import select
 import signal
 import socket
 import subprocess
@@ -21,6 +23,8 @@ from miles.types import Sample
 
 logger = logging.getLogger(__name__)
 
+STACK_PAUSE = 0.1
+"""Seconds without another word from a hanging worker's signal handler after which its stack is taken as complete."""
 START_TIMEOUT = 120.0
 """Seconds that a worker may take to import the user's module."""
 
@@ -28,16 +32,16 @@ START_TIMEOUT = 120.0
 class FunctionError(RuntimeError):
     """The function raised. `report` is its traceback."""
 
-    def __init__(self, message: str, report: str):
+    def __init__(self, message: str, report: str = ""):
         super().__init__(message)
         self.report = report
 
 
-class LimitError(RuntimeError):
-    """The function took longer than its limit and was killed."""
+class LimitError(FunctionError):
+    """The function took longer than its limit and was killed. `report` says where it was."""
 
 
-class WorkerDiedError(RuntimeError):
+class WorkerDiedError(FunctionError):
     """The process died in the middle of the function, twice: a crash, or the kernel ended it for its memory."""
 
 
@@ -108,7 +112,7 @@ class _Worker:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
-        self._life: int | None = None
+        self._pipes: list[int] = []  # [the write end whose closing tells the process that we are gone, the read end of its stack]
         self._closed = False
 
     def pid(self) -> int | None:
@@ -124,8 +128,9 @@ class _Worker:
                 send(channel, pickle.dumps((self._spec.timeout, sample)))
                 return self._answer(channel)
             except TimeoutError:
+                where = self._stack()
                 self.end()
-                raise LimitError(f"took longer than --reward-timeout {self._spec.timeout:g} s; its process was killed") from None
+                raise LimitError(f"took longer than --reward-timeout {self._spec.timeout:g} s; its process was killed", where) from None
             except (EOFError, ConnectionError):
                 how = self.end()
                 if last_try or self._closed:
@@ -145,16 +150,18 @@ class _Worker:
             return self._channel
         ours, theirs = socket.socketpair()
         life_read, life_write = os.pipe()
-        fds = (theirs.fileno(), life_read)
+        stack_read, stack_write = os.pipe()
+        fds = (theirs.fileno(), life_read, stack_write)
         with self._lock:
             if self._closed:
                 raise WorkerDiedError("the reward pool is closed")
             # -c, not -m: the package of this very process, wherever it was imported from
-            code = f"import sys; sys.path[:] = {sys.path!r}; from miles.rewards.worker import main; main({fds[0]}, {fds[1]})"
+            code = f"import sys; sys.path[:] = {sys.path!r}; from miles.rewards.worker import main; main{fds}"
             self._process = subprocess.Popen([sys.executable, "-c", code], pass_fds=fds, start_new_session=True, stdin=subprocess.DEVNULL)
-            self._life = life_write
+            self._pipes = [life_write, stack_read]
         theirs.close()
         os.close(life_read)
+        os.close(stack_write)
         ours.settimeout(START_TIMEOUT)
         start = {"path": self._spec.path, "args": self._spec.args, "memory_gb": self._spec.memory_gb}
         try:
@@ -169,16 +176,29 @@ class _Worker:
         self._channel = ours
         return ours
 
+    def _stack(self) -> str:
+        """Where the process is, from its signal handler; "" when it does not say."""
+        process = self._process
+        if process is None or process.poll() is not None:
+            return ""
+        process.send_signal(signal.SIGUSR1)
+        said = b""
+        while select.select([self._pipes[1]], [], [], STACK_PAUSE)[0] and (part := os.read(self._pipes[1], 1 << 16)):
+            said += part
+        lines = said.decode(errors="replace").splitlines()[1:]
+        frames = list(itertools.takewhile(lambda line: "miles/rewards/worker.py" not in line, lines))
+        return "It was at (most recent call first):\n" + "\n".join(frames) if frames else ""
+
     def end(self) -> str:
         """Kill the process and what it started; returns how it had ended, if it had."""
         with self._lock:
             process, self._process = self._process, None
             channel, self._channel = self._channel, None
-            life, self._life = self._life, None
+            pipes, self._pipes = self._pipes, []
         if channel is not None:
             channel.close()
-        if life is not None:
-            os.close(life)
+        for pipe in pipes:
+            os.close(pipe)
         if process is None:
             return "closed"
         with contextlib.suppress(subprocess.TimeoutExpired):

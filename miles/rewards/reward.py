@@ -133,10 +133,11 @@ class RewardScorer:
     def _fail(self, sample: Sample, error: Exception) -> None:
         self.num_failed += 1
         sample.reward, sample.reward_details = None, {}
-        what = str(error) if isinstance(error, FunctionError | LimitError | WorkerDiedError) else f"{type(error).__name__}: {error}"
+        what = str(error) if isinstance(error, FunctionError) else f"{type(error).__name__}: {error}"
         sample.error = f"reward {self.name}: {what}"
         report = error.report if isinstance(error, FunctionError) else "".join(traceback.format_exception(error))
-        message = f"reward {self.name!r} failed on sample {sample.sample_index} (group {sample.group_index}): {what}\n\n{report.rstrip()}"
+        message = f"reward {self.name!r} failed on sample {sample.sample_index} (group {sample.group_index}): {what}"
+        message += f"\n\n{report.rstrip()}" if report else ""
         if self._failure == "fail":
             raise RewardError(message) from None
         if self.num_failed == 1:

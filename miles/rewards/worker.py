@@ -7,6 +7,7 @@ alarm with the default action ends the process when a call holds the interpreter
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import inspect
 import os
 import pickle
@@ -26,9 +27,10 @@ LIMIT_GRACE = 5.0
 """Seconds past its limit at which a worker ends itself; the parent kills it at the limit."""
 
 
-def main(channel_fd: int, life_fd: int) -> None:
+def main(channel_fd: int, life_fd: int, stack_fd: int) -> None:
     channel = socket.socket(fileno=channel_fd)
     threading.Thread(target=_end_with_parent, args=(life_fd, os.getppid()), daemon=True).start()
+    faulthandler.register(signal.SIGUSR1, file=stack_fd, all_threads=False)
     start = pickle.loads(receive(channel))
     _be_the_first_to_die(start["memory_gb"])
     try:
@@ -70,6 +72,7 @@ def _short(error: BaseException) -> str:
 
 
 def _end_with_parent(life_fd: int, parent: int) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])  # which asks where the function is, not this thread
     while not select.select([life_fd], [], [], 1.0)[0] and os.getppid() == parent:
         pass
     os.killpg(0, signal.SIGKILL)  # also what the function started; the worker leads a group of its own

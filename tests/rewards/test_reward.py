@@ -99,6 +99,15 @@ async def test_what_hangs_or_dies_is_replaced_and_nobody_else_loses(scorer, answ
     assert each.num_failed == 6
 
 
+@pytest.mark.parametrize(("what", "where"), [("hang", "in as_told"), ("spin", "in as_told"), ("hold the interpreter", "in match")])
+async def test_what_hangs_says_where(scorer, answer, what, where):
+    with pytest.raises(RewardError, match="took longer") as failure:
+        await scorer("reward_functions.as_told", reward_timeout=0.5).score(answer(what))
+    assert where in str(failure.value)
+    assert "reward_functions.py" in str(failure.value)
+    assert "worker.py" not in str(failure.value)
+
+
 async def test_an_idle_worker_that_was_killed_is_replaced_unnoticed(scorer, answer):
     each = scorer("reward_functions.pid", reward_workers=1)
     first, second = answer("x"), answer("x")
