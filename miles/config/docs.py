@@ -67,7 +67,7 @@ def settings_markdown() -> str:
     docs = docstrings()
     lines = [INTRODUCTION]
     for table in SECTIONS:
-        lines += [f"## [{table}]", "", docs[f"[{table}]"].capitalize(), "", "| setting | values | default | meaning |", "|---|---|---|---|"]
+        lines += [f"## [{table}]", "", _upper(docs[f"[{table}]"]), "", "| setting | values | default | meaning |", "|---|---|---|---|"]
         for setting in settings().values():
             if setting.section == table:
                 cells = (f"`{setting.name}`", _code(kind_text(setting) or "true, false"), _code(default_text(setting)), docs[setting.name])
@@ -78,3 +78,7 @@ def settings_markdown() -> str:
 
 def _code(text: str) -> str:
     return f"`{text}`" if text else ""
+
+
+def _upper(text: str) -> str:
+    return text[:1].upper() + text[1:]

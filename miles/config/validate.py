@@ -131,6 +131,9 @@ def algorithm(args: RunConfig) -> Iterator[Problem]:
         yield wrong(args, "fully_async pause_mode", "every publish would cut off what is in flight; use retract or in_place")
     if args.fully_async and args.colocate:
         yield wrong(args, "fully_async colocate", "on shared devices nothing can generate while the trainer works")
+    if args.rollout_function == ("batch" if args.fully_async else "fully_async"):
+        text = "is the other mode's function; leave it out, or " + ("drop" if args.fully_async else "add") + " --fully-async"
+        yield wrong(args, "rollout_function", text)
     if args.reward == "remote" and not args.reward_url:
         yield wrong(args, "reward", "needs --reward-url")
 

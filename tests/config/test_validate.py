@@ -80,6 +80,8 @@ def test_greedy_evaluation_is_accepted(run):
     [
         (["--fully-async", "--pause-mode", "abort"], "--fully-async, --pause-mode abort"),
         (["--keep-old-actor", "--use-rollout-logprobs"], "--keep-old-actor, --use-rollout-logprobs"),
+        (["--rollout-function", "fully_async"], "--rollout-function fully_async: is the other mode's function"),
+        (["--rollout-function", "batch", "--fully-async"], "--rollout-function batch: is the other mode's function"),
         (["--kl-coef", "0.1"], "--kl-coef 0.1, --advantage-estimator grpo"),
         (["--num-critic-only-steps", "1"], "there is no critic"),
         (["--n-samples-per-prompt", "1"], "grpo compares siblings"),
