@@ -213,6 +213,8 @@ def newest_checkpoint(folder: Path) -> int | None:
 def processes(args: RunConfig) -> Iterator[Problem]:
     if args.in_process and args.ray_address:
         yield wrong(args, "in_process ray_address", "one process needs no cluster")
+    if args.in_process and args.num_trainers > 1:
+        yield wrong(args, "in_process num_trainers", "ranks of one group need a process each")
     if args.mini_ft_controller and args.api_server_port == 0:
         yield wrong(args, "mini_ft_controller", "works through the control API; give it an --api-server-port")
     for name in ("gpus_per_engine", "gpus_per_trainer"):

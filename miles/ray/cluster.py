@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 
@@ -59,12 +60,15 @@ class Cluster:
             logging_level=logging.ERROR,
             object_store_memory=_store_bytes(),
             _temp_dir=self._temp_dir,
+            # Workers have environments of their own, so processes started ahead would never be used.
+            _system_config={"prestart_worker_first_driver": False, "enable_worker_prestart": False},
         )
         logger.info("started a local Ray: %s", _in_words(ray.cluster_resources()))
 
     def env(self) -> dict[str, str]:
         """What every worker process needs to find the same code as this one."""
-        paths = [str(Path.cwd()), *(path for path in sys.path if path and Path(path).is_dir())]
+        own = set(sysconfig.get_paths().values())  # the interpreter finds these itself
+        paths = [str(Path.cwd()), *(path for path in sys.path if path and Path(path).is_dir() and path not in own)]
         return {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
 
     def leave(self) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from miles.ray.worker_spec import WorkerSpec
 
 _ROUNDING = 1e-6
+_SHARING = " (0.5 and 0.4 let a trainer and an engine share one GPU)"
 
 
 @dataclass
@@ -70,5 +71,5 @@ def refuse_if_too_many(slots: Sequence[Slot], specs: Sequence[WorkerSpec], free:
             workers = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
             raise ValueError(
                 f"not enough {resource} slots: the run needs {need:g} ({workers}), {have:g} of {total.get(resource, 0.0):g} are free. "
-                f"Lower {flags}, or join a larger cluster with --ray-address"
+                f"Lower {flags}{_SHARING if resource == 'GPU' else ''}, or join a larger cluster with --ray-address"
             )

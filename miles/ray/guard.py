@@ -69,7 +69,8 @@ class RunGuard:
     async def halt_if_asked(self) -> None:
         """Called before the driver starts something long: after a signal it does not return."""
         if self.signum is not None:
-            await self._fatal
+            await asyncio.wait({self._fatal})  # not awaited itself, as a cancelled wait would cancel it
+            self._fatal.result()
 
     def install(self, on_signal: Callable[[], Awaitable[str]]) -> None:
         """Take SIGTERM and SIGINT. `on_signal` saves what is to be saved and returns a remark on it."""

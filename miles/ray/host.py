@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 from miles import plugins
@@ -169,6 +170,6 @@ def _stand_in(failure: Failure) -> WorkerError:
 
 def _user_part(error: BaseException) -> Any:
     trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
+    while trace is not None and trace.tb_next is not None and Path(trace.tb_frame.f_code.co_filename).parent == Path(__file__).parent:
         trace = trace.tb_next
     return trace

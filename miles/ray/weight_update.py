@@ -95,10 +95,10 @@ async def _republish(args: RunConfig, actor: Publisher, engine: Engine) -> int:
         return await actor.update_weights([engine], trained if due else run.published)
 
 
-async def move(args: RunConfig, trainers: Sequence[WorkerHandle], engines: Sequence[Engine], version: int) -> None:
+async def move(args: RunConfig, trainers: Sequence[WorkerHandle], engines: Sequence[Engine], version: int, one_host: bool = True) -> None:
     """Move all buckets and compare both ends. After a failure both ends have been told to give up."""
     try:
-        plans: list[PublishPlan] = await all_or_first_error([trainer.plan_publish(version, len(engines)) for trainer in trainers])
+        plans: list[PublishPlan] = await all_or_first_error([trainer.plan_publish(version, len(engines), one_host) for trainer in trainers])
         plan = plans[0]
         await _on_engines([engine.begin_update(plan, place) for place, engine in enumerate(engines)])
         await (_side_by_side if plan.concurrent else _one_after_the_other)(plan, trainers, engines)

@@ -231,7 +231,7 @@ class WorkerManager:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._shutdown_timeout
         for closer in self._closers:
-            await _bounded(closer(), deadline - loop.time(), "closing")
+            await _bounded(closer(), (deadline - loop.time()) / 2, "closing")  # something is left for those that come after
         left = [worker for worker in self._workers.values() if not worker.disposed]
         await asyncio.gather(*(_bounded(self.dispose_worker(w.handle), deadline - loop.time(), w.spec.name) for w in left))
         await asyncio.gather(*(self._end(worker) for worker in self._workers.values()))

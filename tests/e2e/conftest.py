@@ -87,7 +87,7 @@ class Process:
         for child in psutil.Process(self.process.pid).children(recursive=True):
             self.family[child.pid] = child
 
-    def wait_for(self, condition, limit=120):
+    def wait_for(self, condition, limit=280):
         """Until `condition(self)`; fails when the process ends before."""
         while not condition(self):
             assert self.process.poll() is None, f"ended before: {self.read(self.err)}"
@@ -111,7 +111,7 @@ class Process:
                 continue
         raise AssertionError(f"no process of {name}")
 
-    def end(self, limit=120):
+    def end(self, limit=280):
         """Wait for the end, and assert that nothing is left."""
         while self.process.poll() is None:
             if time.monotonic() - self.started > limit:

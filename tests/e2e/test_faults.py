@@ -55,10 +55,11 @@ def test_sigterm_saves_the_step_and_leaves_nothing(launch, tmp_path):
     assert [rollout for rollout, _ in resumed.series("train/loss")] == [last + 1]
 
 
-def test_ctrl_c_without_saving(launch):
-    process = launch("stop", "--num-rollout", 1000, "--in-process", "--no-save-on-signal")
+def test_ctrl_c_reaches_the_whole_terminal_and_ends_only_the_driver(launch):
+    """A terminal sends SIGINT to every process of the group; the workers must leave the end to the driver."""
+    process = launch("stop", "--num-rollout", 1000, "--no-save-on-signal")
     process.wait_for(lambda run: run.trained(1))
-    process.process.send_signal(signal.SIGINT)
+    os.killpg(process.process.pid, signal.SIGINT)
     run = process.end()
     assert run.code == 128 + signal.SIGINT
     assert run.err.splitlines()[-1] == "miles: ended by SIGINT"

@@ -18,7 +18,7 @@ class Trainer:
         self.events, self.buckets, self.transport = events, buckets, transport
         self.value = "aa"
 
-    async def plan_publish(self, version, num_receivers):
+    async def plan_publish(self, version, num_receivers, one_host):
         buckets = tuple((TensorSpec(f"w{i}", "float32", (2,), 0, 8),) for i in range(self.buckets))
         return PublishPlan(version, self.transport, buckets, (8,) * self.buckets, {}, "xxh3_64")
 

@@ -31,6 +31,7 @@ class TrainGroup:
         self._state = CellState(role, {"role": "trainer"})
         self._saving: int | None = None  # the rollout whose asynchronous save may not be on disk yet
         self._offloaded = False
+        self._hosts: dict[str, str] = {}
         self._on_trained: Callable[[int, int], Awaitable[None]] | None = None
 
     def on_trained(self, callback: Callable[[int, int], Awaitable[None]]) -> None:
@@ -94,10 +95,18 @@ class TrainGroup:
         version = weight_update.version_after(self.args, rollout_id)
         with tracking.timeline().span("actor", "publish", **({} if rollout_id is None else {"rollout_id": rollout_id})):
             async with self._awake():
-                await weight_update.move(self.args, self.ranks, engines, version)
+                await weight_update.move(self.args, self.ranks, engines, version, one_host=await self._one_host(engines))
         if rollout_id is not None:
             log_step(rollout_id)
         return version
+
+    async def _one_host(self, engines: Sequence[Engine]) -> bool:
+        """Whether these engines and all ranks are on one host."""
+        workers = [*self.ranks, *cast(Sequence[WorkerHandle], engines)]
+        for worker in workers:
+            if worker.worker_name not in self._hosts:
+                self._hosts[worker.worker_name] = (await worker.worker_port())[0]
+        return len({self._hosts[worker.worker_name] for worker in workers}) == 1
 
     async def save_model(self, rollout_id: int, force_sync: bool) -> None:
         """Save this role's part; unless forced, training may go on while it is written. Waits for the save before it."""
@@ -112,9 +121,9 @@ class TrainGroup:
             await self._settle_save()
 
     async def _settle_save(self) -> None:
-        """Make sure that the asynchronous save is on disk, and say so."""
+        """Make sure that the asynchronous save is on disk, and say so. Also at the end of a run that failed."""
         if self._saving is not None:
-            await self._all("wait_for_save")
+            await all_or_first_error([rank.wait_for_save() for rank in self.ranks])
             saved, self._saving = self._saving, None
             self._run.checkpoints.written(saved, self.role)
 
