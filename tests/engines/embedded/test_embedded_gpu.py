@@ -82,9 +82,11 @@ def test_logprobs_waves_and_offload(bench: Bench, checkpoint: str) -> None:
     first, second = bench.answers(asked(24, "a")), bench.answers(asked(24, "b")[::-1])[::-1]
     assert [(answer.token_ids, answer.logprobs) for answer in first] == [(answer.token_ids, answer.logprobs) for answer in second]
 
+    cache, weights = bench.engine._core.ready.cache, bench.engine._core.weights.parameters.values()
+    held = sum(tensor.nbytes for tensor in (cache.keys, cache.values, *weights))
     used = torch.cuda.memory_allocated()
     bench.wait(bench.engine.offload())
-    assert torch.cuda.memory_allocated() < used / 4
+    assert torch.cuda.memory_allocated() <= used - held  # what is left are workspaces of the libraries
     bench.wait(bench.engine.onload())
     assert [answer.token_ids for answer in bench.answers(requests)] == [answer.token_ids for answer in answers]
 
