@@ -16,6 +16,9 @@ logger = logging.getLogger(__name__)
 REMEMBERED = 4096
 """Affinities whose engine is remembered; the longest unused is forgotten first."""
 
+LONGEST_SHUNNED = 60.0
+"""Seconds for which an engine that fails again and again is passed over, where another is live."""
+
 
 class NoEngineError(RuntimeError):
     """No engine is left that could serve a request."""
@@ -27,6 +30,8 @@ class _Place:
 
     engine: Engine
     live: bool = True
+    failures: int = 0  # in a row
+    shunned_until: float = 0.0  # time of the event loop
     running: int = 0  # let in and not answered
     queue: OrderedDict[str, asyncio.Future[bool]] = field(default_factory=OrderedDict)  # waiting for room: True to go, False when aborted
 
@@ -38,7 +43,8 @@ class _Place:
 class Router:
     """Sends each request to one engine and comes back with its completion.
 
-    A new affinity goes to the least busy live engine (the lowest index among equals), and stays there. At most `max_running` requests are
+    A new affinity goes to the least busy live engine (the lowest index among equals), and stays there; an engine that has just
+    failed is passed over for a while. At most `max_running` requests are
     inside one engine at once; the others wait here, in order. Requests of a wave carry their engine's index: the caller
     places them (`engine_for`), as their number must be known before the first is sent; they are not held back, as a wave
     starts only when it is complete, and not retried elsewhere, as their wave is lost with its engine.
@@ -103,6 +109,7 @@ class Router:
                 return await self._send(index, request)
             except (RuntimeError, OSError) as error:  # the engine, not the request: a dead worker, a lost connection, a step that failed
                 tried.append(index)
+                self._shun(index)
                 self._homes.pop(request.affinity, None)
                 if len(tried) > self._retries or not set(self.live) - set(tried):
                     raise
@@ -137,12 +144,19 @@ class Router:
         candidates = [index for index in self.live if index not in tried]
         if not candidates:
             raise NoEngineError("no engine is live")
-        index = min(candidates, key=lambda candidate: self._places[candidate].load)
+        now = asyncio.get_running_loop().time()
+        index = min(candidates, key=lambda candidate: (self._places[candidate].shunned_until > now, self._places[candidate].load))
         if affinity:
             self._homes[affinity] = index
             if len(self._homes) > REMEMBERED:
                 self._homes.popitem(last=False)
         return index
+
+    def _shun(self, index: int) -> None:
+        """An idle engine that fails at once would draw every new request: others go first for a while, longer each time."""
+        place = self._places[index]
+        place.failures += 1
+        place.shunned_until = asyncio.get_running_loop().time() + min(2.0**place.failures, LONGEST_SHUNNED)
 
     async def _send(self, index: int, request: GenerateRequest) -> Completion:
         """Wait for room in an engine, then ask it. Whoever leaves lets the next one in."""
@@ -153,7 +167,9 @@ class Router:
             return Completion(request_id, [], [], FinishReason.ABORT, [])
         self._sent[request_id] = index
         try:
-            return await place.engine.generate(request)
+            completion = await place.engine.generate(request)
+            place.failures = 0
+            return completion
         finally:
             del self._sent[request_id]
             self._leave(place)

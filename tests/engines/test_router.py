@@ -128,6 +128,19 @@ async def test_a_dead_engine_is_left_for_another_with_its_siblings(engines: list
     await asyncio.gather(*tasks)
 
 
+async def test_an_engine_that_failed_is_passed_over_for_a_while(engines: list[Scripted]) -> None:
+    router = Router(engines[:2])
+    engines[0].error = RuntimeError("worker died")
+    tasks = await send(router, *(ask(f"r{i}") for i in range(6)))
+    assert [len(engine.seen) for engine in engines] == [1, 6, 0]
+    router.mark(1, live=False)
+    engines[0].error = None
+    tasks += await send(router, ask("only one left"))
+    assert engines[0].seen[-1] == "only one left"
+    await router.abort()
+    await asyncio.gather(*tasks)
+
+
 async def test_retries_are_bounded(engines: list[Scripted]) -> None:
     for engine in engines:
         engine.error = ConnectionError("gone")
