@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,21 +16,29 @@ from miles.train.output_layer import token_logprobs
 transformers_logging.disable_progress_bar()
 
 
-def load_causal_lm(path: str, args: ModelSection, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The model at `path` without dropout, on the CPU. Raises ValueError for what the trainer cannot compute exactly."""
-    if not Path(path).is_dir() and path.startswith((".", "/", "~")):
-        raise ValueError(f"--hf-checkpoint: no model directory at {path}")
-    config = AutoConfig.from_pretrained(path, trust_remote_code=args.trust_remote_code)
-    check_supported(config)
-    for name, value in config.to_dict().items():
-        if "dropout" in name and isinstance(value, float):
-            setattr(config, name, 0.0)
-    model = AutoModelForCausalLM.from_pretrained(
-        path, config=config, dtype=dtype, attn_implementation=args.attn_implementation, trust_remote_code=args.trust_remote_code
-    )
+def load_causal_lm(path: str, args: ModelSection, setting: str = "--hf-checkpoint") -> PreTrainedModel:
+    """The float32 model at `path`, a directory or hub name, without dropout, on the CPU.
+
+    Raises ValueError, naming the flag `setting`, for what cannot be loaded or not be trained exactly.
+    """
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=args.trust_remote_code)
+        check_supported(config)
+        for name, value in config.to_dict().items():
+            if "dropout" in name and isinstance(value, float):
+                setattr(config, name, 0.0)
+        model = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=torch.float32,
+            attn_implementation=args.attn_implementation,
+            trust_remote_code=args.trust_remote_code,
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise ValueError(f"{setting}: {path} cannot be trained: {error}") from error
     output = model.get_output_embeddings()
     if not isinstance(output, nn.Linear) or output.bias is not None:
-        raise ValueError(f"--hf-checkpoint: {path} has no plain linear output layer, which the trainer needs")
+        raise ValueError(f"{setting}: {path} has no plain linear output layer, which the trainer needs")
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train(args.gradient_checkpointing)
@@ -39,12 +46,13 @@ def load_causal_lm(path: str, args: ModelSection, dtype: torch.dtype = torch.flo
 
 
 def check_supported(config: PreTrainedConfig) -> None:
+    """Raises ValueError for models whose log-probs the trainer would not compute exactly."""
     known = config.to_dict()
     if known.get("final_logit_softcapping"):
-        raise ValueError("--hf-checkpoint: models with a soft cap on their logits are not supported")
+        raise ValueError("models with a soft cap on their logits are not supported")
     kinds = set(known.get("layer_types") or ["full_attention"])
     if odd := kinds - {"full_attention", "sliding_attention"}:
-        raise ValueError(f"--hf-checkpoint: layers of kind {sorted(odd)} cannot be packed exactly and are not supported")
+        raise ValueError(f"layers of kind {sorted(odd)} cannot be packed exactly and are not supported")
 
 
 def logit_scale(config: PreTrainedConfig) -> float:
@@ -67,6 +75,7 @@ class TrainedModel(nn.Module):
         super().__init__()
         self.hf = hf
         self.window = sliding_window(hf.config)
+        self.every_layer_slides = hf.config.to_dict().get("layer_types") is None
         self.float_mask = hf.config._attn_implementation == "eager"
 
     @property
@@ -75,9 +84,8 @@ class TrainedModel(nn.Module):
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The decoder layers: the longest list of modules in the backbone."""
-        lists = [module for module in self.backbone.modules() if isinstance(module, nn.ModuleList)]
-        return max(lists, key=len)
+        """The decoder layers: the outermost list of modules in the backbone."""
+        return next(module for module in self.backbone.modules() if isinstance(module, nn.ModuleList))
 
     def hidden(self, batch: MicroBatch) -> Tensor:
         """[states, hidden size] the backbone's last hidden states where a next token is trained."""
@@ -95,6 +103,8 @@ class TrainedModel(nn.Module):
         if self.window is None or self.window >= position_ids.shape[1]:
             return self._as_wanted(mask)
         near = (position_ids[:, :, None] - position_ids[:, None, :] < self.window)[:, None]
+        if self.every_layer_slides:
+            return self._as_wanted(mask & near)
         return {"full_attention": self._as_wanted(mask), "sliding_attention": self._as_wanted(mask & near)}
 
     def _as_wanted(self, mask: Tensor) -> Tensor:
@@ -139,4 +149,5 @@ class ValueModel(TrainedModel):
 def sliding_window(config: PreTrainedConfig) -> int | None:
     """Width of the sliding window, for models that have layers with one."""
     known = config.to_dict()
-    return known.get("sliding_window") if "sliding_attention" in (known.get("layer_types") or []) else None
+    kinds = known.get("layer_types")
+    return known.get("sliding_window") if kinds is None or "sliding_attention" in kinds else None

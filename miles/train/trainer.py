@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +50,7 @@ class Trainer:
         self.version = -1
         self.reference: TrainedModel | None = None
         self.old_actor: OldActor | None = None
+        self._closing = ExitStack()
 
     def init(self, master_address: str, master_port: int) -> int | None:
         """Meet the other ranks, load model and optimizer, restore from --load. Returns the restored rollout id, or None."""
@@ -57,12 +59,15 @@ class Trainer:
             torch.set_num_threads(args.trainer_threads or 1)
         torch.manual_seed(args.seed)
         sharded = needs_sharding(self.ranks.world_size, self.dtype)
+        self._closing.callback(self.ranks.leave)
         self.ranks.join(master_address, master_port, args.train_timeout, sharded)
+        setting = "--critic-checkpoint" if self.role == "critic" and args.critic_checkpoint else "--hf-checkpoint"
         self.source = resolve_checkpoint((args.critic_checkpoint if self.role == "critic" else None) or args.hf_checkpoint, args.seed)
-        self.model = self._build(self.source, self.role)
+        self.model = self._build(self.source, self.role, setting)
         self.peak_lr = args.critic_lr if self.role == "critic" else args.lr
         self.optimizer = build_adamw(self.model, args, self.peak_lr)
         self.checkpointer = Checkpointer(self.model, self.optimizer, self.ranks)
+        self._closing.callback(self.checkpointer.wait)
         self.rule = PackingRule(
             max_tokens=args.max_tokens_per_micro_batch,
             share=args.share_prompts and not args.attn_implementation.startswith("flash"),
@@ -70,6 +75,7 @@ class Trainer:
             hidden_size=hidden_size(self.model.hf),
         )
         self.publisher = Publisher(self.model, args, self.dtype, self.ranks)
+        self._closing.callback(self.publisher.dispose)
         restored = None
         if args.load is not None:
             progress = self.checkpointer.load(newest_complete(args.load, self.role))
@@ -78,8 +84,8 @@ class Trainer:
             self.old_actor = OldActor(self.model)
         return restored
 
-    def _build(self, source: str, role: Role) -> TrainedModel:
-        hf = load_causal_lm(source, self.args)
+    def _build(self, source: str, role: Role, setting: str) -> TrainedModel:
+        hf = load_causal_lm(source, self.args, setting)
         model = PolicyModel(hf, self.args.temperature) if role == "actor" else ValueModel(hf, self.args.seed)
         if self.ranks.mesh is not None:
             shard(model, self.ranks.mesh, self.dtype)
@@ -177,7 +183,8 @@ class Trainer:
     def _reference(self) -> TrainedModel:
         if self.reference is None:
             source = resolve_checkpoint(self.args.ref_checkpoint or self.args.hf_checkpoint, self.args.seed)
-            self.reference = self._build(source, "actor").requires_grad_(False)
+            setting = "--ref-checkpoint" if self.args.ref_checkpoint else "--hf-checkpoint"
+            self.reference = self._build(source, "actor", setting).requires_grad_(False)
         return self.reference
 
     def _optimizer_step(self, batches: list[MicroBatch], columns: TokenColumns) -> dict[str, float]:
@@ -274,10 +281,8 @@ class Trainer:
             offload.move(self.reference, None, self.device)
 
     def dispose(self) -> None:
-        """Finish what is being saved, leave the group. Idempotent."""
-        self.checkpointer.wait()
-        self.publisher.dispose()
-        self.ranks.leave()
+        """Finish what is being saved, leave the group. Idempotent, and fine after an init that failed."""
+        self._closing.close()
 
 
 def _with_any(samples: list[int], column: np.ndarray, offsets: np.ndarray) -> list[int]:

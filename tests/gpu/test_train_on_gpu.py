@@ -41,7 +41,7 @@ def test_float32_is_that_of_the_cpu(tiny: str) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_save_offload_publish_export(tiny: str, tmp_path: Path, dtype: str) -> None:
     store = Store()
-    trainer = make(tiny, store, dtype=dtype)
+    trainer = make(tiny, store, dtype=dtype, weight_transport="shared_memory")
     reference = run(make(tiny, Store(), device="cpu"), range(2))
     ours = run(trainer, range(2))
     for a, b in zip(ours, reference, strict=True):

@@ -39,7 +39,7 @@ def packed(policy: PolicyModel, batches: list[MicroBatch], size: int) -> tuple[T
     places = torch.cat([batch.tokens for batch in batches])
     assert len(places) == len(places.unique()), "a token is computed once"
     first, second = zip(*(forward.run(policy, batch) for batch in batches), strict=True)
-    zeros = torch.zeros(size, dtype=torch.float64)
+    zeros = torch.zeros(size, dtype=first[0].dtype)
     return zeros.index_put((places,), torch.cat(first)), zeros.index_put((places,), torch.cat(second))
 
 
