@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from miles.data.seeds import sample_seed
 from miles.plugins import load
@@ -44,6 +45,7 @@ class EngineCall:
     """
 
     name: str  # of the sample: group, attempt, place
+    place: int  # among its siblings
     sampling: SamplingParams
     seed_key: tuple[int, int, int, int]  # the run's seed, group_index, place among siblings, attempt
     max_context: int
@@ -105,6 +107,13 @@ def append_environment(sample: Sample, token_ids: list[int]) -> None:
     sample.response_ids += token_ids
     sample.loss_mask += [0] * len(token_ids)
     sample.rollout_logprobs += [0.0] * len(token_ids)
+
+
+def response_text(tokenizer: Any, token_ids: list[int]) -> str:
+    """The text without special tokens. Fast tokenizers are asked directly: the wrapper looks at every id on the way in."""
+    if tokenizer.is_fast and not tokenizer.clean_up_tokenization_spaces:
+        return str(tokenizer.backend_tokenizer.decode(token_ids, skip_special_tokens=True))
+    return str(tokenizer.decode(token_ids, skip_special_tokens=True))
 
 
 def load_generate(name: str) -> Callable[..., object]:

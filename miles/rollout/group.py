@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 from miles.rewards.reward import GroupRewardError
 from miles.rollout.context import RequestRouter, RolloutContext
-from miles.rollout.generate import EngineCall, EngineFailed, PromptRefused
+from miles.rollout.generate import EngineCall, EngineFailed, PromptRefused, response_text
 from miles.rollout.verdicts import GroupFailed
 from miles.types import Completion, GenerateRequest, PromptGroup, Sample, SampleStatus
+
+logger = logging.getLogger(__name__)
+
+DEAF_AFTER = 2.0
+"""Seconds that cancelled code gets to end."""
 
 
 class Seat(Protocol):
@@ -48,43 +54,42 @@ async def run_group(context: RolloutContext, group: PromptGroup, seats: Sequence
             the moment of a cut would decide what is computed beside what.
         Exception: anything else is a fault of the run (a bug in a user's function, a failing reward) and ends it.
     """
+    stages = [GENERATING] * len(group.samples)
     siblings = [
-        run_sample(context, sample, seat, _call(context, group, place, seat, name))
+        run_sample(context, sample, seat, _call(context, group, place, seat, name), stages)
         for place, (sample, seat) in enumerate(zip(group.samples, seats, strict=True))
     ]
     in_wave = not isinstance(seats[0], OpenSeat)
+    limit = context.args.sample_timeout
     try:
-        await side_by_side(siblings, (PromptRefused, EngineFailed, SampleTimeout, GroupRewardError) if in_wave else ())
+        await side_by_side(siblings, (PromptRefused, EngineFailed, GroupRewardError) if in_wave else (), limit)
+    except LimitPassed as error:
+        late = ", ".join(f"{group.samples[place].sample_index} {stages[place]}" for place in error.unfinished)
+        raise GroupFailed(
+            group.group_index, "timeout", f"not done within --sample-timeout {limit:g} s: sample {late}", again=True
+        ) from None
     except PromptRefused as error:
         raise GroupFailed(group.group_index, "refused", str(error), again=False) from error
     except EngineFailed as error:
         raise GroupFailed(group.group_index, "engine", str(error), again=True) from error
-    except SampleTimeout as error:
-        raise GroupFailed(group.group_index, "timeout", str(error), again=True) from error
     except GroupRewardError as error:
         raise GroupFailed(group.group_index, "reward", str(error), again=True) from error
 
 
-class SampleTimeout(Exception):
-    """A sample took longer than sample_timeout."""
+GENERATING, SCORING, DONE = "generating", "being scored", "done"
 
 
-async def run_sample(context: RolloutContext, sample: Sample, seat: Seat, call: EngineCall) -> None:
-    limit = context.args.sample_timeout
-    doing = "its turns of generation"
+async def run_sample(context: RolloutContext, sample: Sample, seat: Seat, call: EngineCall, stages: list[str]) -> None:
     try:
-        async with asyncio.timeout(limit):
-            try:
-                await context.generate(sample, call)
-            finally:
-                seat.leave()
-            check_sample(sample)
-            if not sample.response and sample.response_ids:
-                sample.response = context.tokenizer.decode(sample.response_ids, skip_special_tokens=True)
-            doing = "its reward"
-            await context.scorer.score(sample)
-    except TimeoutError as error:
-        raise SampleTimeout(f"sample {sample.sample_index} waited for {doing} longer than --sample-timeout {limit:g} s") from error
+        await context.generate(sample, call)
+    finally:
+        seat.leave()
+    check_sample(sample)
+    if not sample.response and sample.response_ids:
+        sample.response = response_text(context.tokenizer, sample.response_ids)
+    stages[call.place] = SCORING
+    await context.scorer.score(sample)
+    stages[call.place] = DONE
 
 
 def check_sample(sample: Sample) -> None:
@@ -99,32 +104,48 @@ def check_sample(sample: Sample) -> None:
         raise ValueError(f"--generate-function left sample {sample.sample_index} pending: it must set sample.status")
 
 
-async def side_by_side(work: Sequence[Coroutine[Any, Any, None]], tolerated: tuple[type[BaseException], ...] = ()) -> None:
+class LimitPassed(Exception):
+    """Not everything was done in time; `unfinished` are the places of what was cut off."""
+
+    def __init__(self, unfinished: list[int]):
+        super().__init__(unfinished)
+        self.unfinished = unfinished
+
+
+async def side_by_side(
+    work: Sequence[Coroutine[Any, Any, None]], tolerated: tuple[type[BaseException], ...] = (), limit: float | None = None
+) -> None:
     """Run all and raise the first failure by place. A failure cuts off the rest at once, a tolerated one lets them finish.
 
-    Nothing runs on when this returns or is cancelled.
+    Nothing runs on when this returns or is cancelled. Raises LimitPassed after `limit` seconds.
     """
     tasks = [asyncio.ensure_future(item) for item in work]
     waiting: set[asyncio.Future[None]] = set(tasks)
+    clock = asyncio.get_running_loop().time
+    end = None if limit is None else clock() + limit
     try:
         while waiting:
-            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
+            rest = None if end is None else max(end - clock(), 0)
+            done, waiting = await asyncio.wait(waiting, timeout=rest, return_when=asyncio.FIRST_EXCEPTION)
             if any((error := task.exception()) is not None and not isinstance(error, tolerated) for task in done):
                 break
+            if not done:
+                raise LimitPassed([place for place, task in enumerate(tasks) if not task.done()])
         failures = [error for task in tasks if task.done() and (error := task.exception()) is not None]
         if failures:
             raise next((error for error in failures if not isinstance(error, tolerated)), failures[0])
     finally:
-        await cut_off(tasks)
+        if waiting:
+            await cut_off(tasks)
 
 
 async def cut_off(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    """Cancel what still runs, and await it."""
+    """Cancel what still runs, and await it; code that will not be cancelled is left behind after a while."""
     running = [task for task in tasks if not task.done()]
     for task in running:
         task.cancel()
-    if running:
-        await asyncio.wait(running)
+    if running and (deaf := (await asyncio.wait(running, timeout=DEAF_AFTER))[1]):
+        logger.warning("%d tasks go on although they were cancelled; the first: %s", len(deaf), next(iter(deaf)))
 
 
 def renewed(group: PromptGroup) -> PromptGroup:
@@ -147,6 +168,7 @@ def _empty(sample: Sample) -> Sample:
 def _call(context: RolloutContext, group: PromptGroup, place: int, seat: Seat, name: str) -> EngineCall:
     return EngineCall(
         name=f"{name}-g{group.group_index}.{group.attempt}.{place}",
+        place=place,
         sampling=context.sampling,
         seed_key=(context.seed, group.group_index, place, group.attempt),
         max_context=context.args.engine_max_context,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -86,6 +87,7 @@ class RolloutExecutor:
         for context in (self.context, self.evaluator.context):
             context.router, context.num_engines = self.router, len(engines)
         self.rollout_fn = self.make_rollout_fn(self.args, self.context)
+        gc.freeze()  # what is loaded by now stays: collections need not walk the data set and the libraries again and again
 
     def _num_rollout(self) -> int:
         if self.args.num_rollout is not None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import replace
 from typing import NamedTuple
 
 from miles.rollout.context import RequestRouter, RolloutContext
-from miles.rollout.group import cut_off, run_group, side_by_side
+from miles.rollout.group import run_group, side_by_side
 from miles.rollout.verdicts import GroupFailed
 from miles.types import Completion, GenerateRequest, PromptGroup, Wave
 
@@ -19,7 +18,7 @@ async def run_wave(context: RolloutContext, name: str, groups: Sequence[PromptGr
 
     `name` is unique in the run; it names the waves and requests.
     """
-    table = WaveTable(name, context.router)
+    table = WaveTable(name, context.router, patience=context.args.sample_timeout / 4)
     seats = [[table.seat(position, place) for place in range(len(group.samples))] for position, group in enumerate(groups)]
     failures: list[GroupFailed | None] = [None] * len(groups)
 
@@ -33,99 +32,106 @@ async def run_wave(context: RolloutContext, name: str, groups: Sequence[PromptGr
     try:
         await side_by_side([run(position) for position in range(len(groups))])
     finally:
-        await table.close()
+        table.close()
         del context.tables[name]
     return failures
 
 
-class Waiting(NamedTuple):
-    place: tuple[int, int]  # position of the group in the table, place among its siblings
+Place = tuple[int, int]
+"""Position of the group in the table, place of the sample among its siblings."""
+
+
+class Ticket(NamedTuple):
+    """What an asker gets when its wave goes: its request with the wave on it, and the engine to send it to."""
+
     request: GenerateRequest
-    answer: asyncio.Future[Completion]
+    engine: int
 
 
-@dataclass(slots=True)
 class WaveTable:
     """The samples of some groups, in lockstep over their turns.
 
-    Consumes one request per seated sample; as soon as every seated sample waits with a request or has left, sends them all
-    as one wave per engine and forgets them. So the first wave holds every sample, and the wave of turn t those that have one.
-    Group p of the table goes to the live engine p modulo their number; on each engine requests are ordered by group, then sibling.
+    Consumes requests of seated samples; as soon as every seated sample waits with a request or has left, it lets them all go as
+    one wave per engine. So the first wave holds every sample, and the wave of turn t those that have one. Group p goes to
+    the live engine p modulo their number; on each engine requests are ordered by group, then sibling.
+
+    A sample whose environment keeps the others waiting for longer than `patience` seconds is left behind: the wave goes
+    without it, and it is not counted until it asks again.
     """
 
-    name: str
-    router: RequestRouter
-    seated: int = 0
-    waves: int = 0
-    waiting: list[Waiting] = field(default_factory=list)
-    sent: set[asyncio.Future[Completion]] = field(default_factory=set)
+    def __init__(self, name: str, router: RequestRouter, patience: float):
+        self.name = name
+        self.router = router
+        self.patience = patience
+        self.seated: set[Place] = set()  # who is waited for
+        self.asking: dict[Place, list[tuple[GenerateRequest, asyncio.Future[Ticket]]]] = {}
+        self.waves = 0
+        self.in_engines = 0
+        self.timer: asyncio.TimerHandle | None = None
 
     def seat(self, position: int, place: int) -> WaveSeat:
-        """Seat sample `place` of group `position`. All samples must be seated before the first of them asks."""
-        self.seated += 1
+        """Seat sample `place` of group `position`. All samples are seated before the first of them asks."""
+        self.seated.add((position, place))
         return WaveSeat(self, (position, place))
 
-    def flush_if_complete(self) -> None:
-        if not self.waiting or len(self.waiting) < self.seated:
-            return
-        waiting, self.waiting = sorted(self.waiting, key=lambda item: item.place), []
+    def ask(self, place: Place, request: GenerateRequest) -> asyncio.Future[Ticket]:
+        loop = asyncio.get_running_loop()
+        go: asyncio.Future[Ticket] = loop.create_future()
+        self.seated.add(place)
+        self.asking.setdefault(place, []).append((request, go))
+        if self.timer is None:
+            self.timer = loop.call_later(self.patience, self.go)
+        self.go_if_complete()
+        return go
+
+    def leave(self, place: Place) -> None:
+        self.seated.discard(place)
+        self.asking.pop(place, None)
+        self.go_if_complete()
+
+    def go_if_complete(self) -> None:
+        if self.asking and len(self.asking) == len(self.seated):
+            self.go()
+
+    def go(self) -> None:
+        """Send who asks, as one wave on each engine."""
+        asking, self.asking = self.asking, {}
+        self.seated = set(asking)
+        self.close()
         wave_id = f"{self.name}.w{self.waves}"
         self.waves += 1
-        by_engine: dict[int, list[Waiting]] = {}
-        for item in waiting:
-            by_engine.setdefault(self.router.engine_for(item.place[0]), []).append(item)
+        by_engine: dict[int, list[tuple[GenerateRequest, asyncio.Future[Ticket]]]] = {}
+        for place in sorted(asking):
+            by_engine.setdefault(self.router.engine_for(place[0]), []).extend(entry for entry in asking[place] if not entry[1].done())
         for engine, mine in by_engine.items():
-            for order, item in enumerate(mine):
-                self._dispatch(replace(item.request, wave=Wave(wave_id, len(mine), order)), engine, item.answer)
+            for order, (request, go) in enumerate(mine):
+                go.set_result(Ticket(replace(request, wave=Wave(wave_id, len(mine), order)), engine))
 
-    def _dispatch(self, request: GenerateRequest, engine: int, answer: asyncio.Future[Completion]) -> None:
-        """Send on behalf of the asker, also when it has gone by now: the engine waits for the whole wave."""
-        task = asyncio.ensure_future(self.router.generate(request, engine))
-        self.sent.add(task)
-        task.add_done_callback(self.sent.discard)
-        task.add_done_callback(partial(_deliver, answer))
-        answer.add_done_callback(partial(_asker_left, task))
+    def close(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
 
     def stats(self) -> dict[str, int]:
-        return {"samples_seated": self.seated, "samples_waiting_for_the_wave": len(self.waiting), "requests_in_engines": len(self.sent)}
-
-    async def close(self) -> None:
-        """Cut off what is still under way."""
-        await cut_off(list(self.sent))
+        asking = len(self.asking)
+        return {"samples_in_environments": len(self.seated) - asking, "samples_waiting": asking, "requests_in_engines": self.in_engines}
 
 
-@dataclass(slots=True)
 class WaveSeat:
-    table: WaveTable
-    place: tuple[int, int]
-    left: bool = False
+    __slots__ = ("place", "table")
+
+    def __init__(self, table: WaveTable, place: Place):
+        self.table = table
+        self.place = place
 
     async def send(self, request: GenerateRequest) -> Completion:
-        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self.table.waiting.append(Waiting(self.place, request, answer))
-        self.table.flush_if_complete()
-        return await answer
+        table = self.table
+        ticket = await table.ask(self.place, request)
+        table.in_engines += 1
+        try:
+            return await table.router.generate(ticket.request, ticket.engine)
+        finally:
+            table.in_engines -= 1
 
     def leave(self) -> None:
-        if self.left:
-            return
-        self.left = True
-        self.table.seated -= 1
-        self.table.waiting = [item for item in self.table.waiting if item.place != self.place]
-        self.table.flush_if_complete()
-
-
-def _deliver(answer: asyncio.Future[Completion], task: asyncio.Future[Completion]) -> None:
-    if task.cancelled():
-        answer.cancel()
-    elif (error := task.exception()) is not None:
-        if not answer.done():
-            answer.set_exception(error)
-    elif not answer.done():
-        answer.set_result(task.result())
-
-
-def _asker_left(task: asyncio.Future[Completion], answer: asyncio.Future[Completion]) -> None:
-    """Cut the request off, but only after its task has had its first step: a wave must arrive whole."""
-    if answer.cancelled() and not task.done():
-        asyncio.get_running_loop().call_soon(task.cancel)
+        self.table.leave(self.place)

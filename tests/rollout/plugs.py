@@ -63,11 +63,29 @@ async def search(query: str) -> list[str]:
     return [query, "found"]
 
 
+async def hangs() -> str:
+    await asyncio.Event().wait()
+    return ""
+
+
+async def deaf(sample: Sample, generate: GenerateCall) -> None:
+    """An environment that will not be cancelled: sample 0's swallows the cancellation and goes on for a while."""
+    completion = await generate(sample.prompt_ids)
+    if sample.sample_index == 0:
+        for _ in range(100):
+            try:
+                await asyncio.sleep(0.05)
+            except asyncio.CancelledError:
+                continue
+    append_completion(sample, completion)
+    sample.status = SampleStatus.COMPLETED
+
+
 def fails() -> Any:
     raise RuntimeError("the disk is full")
 
 
-TOOLS = {"add": add, "search": search, "fails": fails}
+TOOLS = {"add": add, "search": search, "fails": fails, "hangs": hangs}
 
 
 async def evaluate_snapshot(hf_dir: str, rollout_id: int) -> dict[str, float]:

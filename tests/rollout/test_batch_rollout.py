@@ -205,6 +205,17 @@ async def test_one_stuck_judge_costs_its_group_and_not_the_step(make_args: MakeA
     assert not stats.get("groups_in_flight")
 
 
+async def test_code_that_will_not_be_cancelled_is_left_behind(
+    make_args: MakeArgs, start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("miles.rollout.group.DEAF_AFTER", 0.05)
+    args = make_args(generate_function="tests.rollout.plugs.deaf", sample_timeout=0.1, group_retries=0)
+    executor = await start(args, ScriptedEngine())
+    ref = await asyncio.wait_for(executor.get(0), 4)
+    assert ref.group_indices == [1, 2]
+    assert "tasks go on although they were cancelled" in caplog.text
+
+
 @pytest.mark.parametrize("fully_async", [False, True])
 async def test_a_users_bug_ends_the_call_at_once_as_it_was_raised(make_args: MakeArgs, start: Start, fully_async: bool) -> None:
     engine = ScriptedEngine(hold=True)

@@ -166,7 +166,7 @@ async def test_engines_without_new_weights_end_the_run_instead_of_retrying_for_e
         await asyncio.wait_for(executor.get(0), 5)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 2**32),
     staleness=st.integers(0, 3),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -106,6 +107,25 @@ async def test_turns_go_in_waves_together_and_stay_on_their_engine(make_args: Ma
     assert len(set(seeds)) == len(seeds)
 
 
+@pytest.mark.case("C51")
+async def test_a_tool_that_hangs_costs_its_own_group_and_the_others_go_on_without_it(make_args: MakeArgs, start: Start) -> None:
+    engine = ScriptedEngine()
+    args = make_args([ROW] * 4, **settings(rollout_batch_size=3, n_samples_per_prompt=2, sample_timeout=0.4, group_retries=0))
+    executor = await start(args, engine)
+
+    def answer(request: GenerateRequest) -> Completion:
+        group, _, place, turn = request.request_id.split("-g")[1].rstrip(".").split(".")
+        tool = call("hangs", {}) if (group, place) == ("1", "0") else call("add", {"a": 1, "b": 1})
+        text = tool if int(turn) < 3 else "done"
+        return complete(request, [*executor.tokenizer.encode(text, add_special_tokens=False), EOS])
+
+    engine.answer = answer
+    ref = await asyncio.wait_for(executor.get(0), 20)
+    assert ref.group_indices == [0, 2, 3]
+    assert ref.metrics["rollout/groups_dropped/timeout"] == 1
+    assert [len(members) for name, members in engine.waves.items() if name.startswith("r0.0.")] == [6, 5, 5, 5]
+
+
 @pytest.mark.case("C35")
 @pytest.mark.parametrize("arguments", ['{"a":1', "[1,2]", "7", "null", ""])
 @pytest.mark.parametrize("quoted", [False, True])
@@ -122,7 +142,7 @@ async def test_bad_arguments_come_back_as_an_error_message(make_args: MakeArgs, 
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
-        (call("subtract", {}), "error: there is no tool 'subtract'; there are add, fails, search"),
+        (call("subtract", {}), "error: there is no tool 'subtract'; there are add, fails, hangs, search"),
         (call("fails", {}), "error: RuntimeError: the disk is full"),
         (call("add", {"a": 1}), "error: TypeError"),
         (call("search", {"query": "x"}), '["x", "found"]'),

@@ -75,7 +75,7 @@ class Producer:
             self.draws += 1
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     batch=st.integers(1, 5),
     interval=st.integers(1, 4),
@@ -126,7 +126,7 @@ def test_for_any_order_of_ends_no_token_is_too_old_and_nothing_is_lost(
     assert not run.buffer.waiting
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     events=st.lists(st.sampled_from(["end", "publish", "get"]), max_size=80),
     batch=st.integers(1, 4),
