@@ -22,6 +22,7 @@ from typing import Any
 
 from miles.plugins import load
 from miles.rewards.frames import receive, send
+from miles.types import Sample  # here, not at the first sample: its import is not to count against that sample's limit
 
 LIMIT_GRACE = 5.0
 """Seconds past its limit at which a worker ends itself; the parent kills it at the limit."""
@@ -57,7 +58,7 @@ def _load(path: str, args: Any) -> Any:
     return loaded(args) if is_class else loaded
 
 
-def _call(function: Any, sample: Any) -> bytes:
+def _call(function: Any, sample: Sample) -> bytes:
     try:
         return pickle.dumps(("value", function(sample), ""))
     except BaseException as error:  # sys.exit() in a reward is a failure of that reward

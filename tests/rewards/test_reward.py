@@ -58,8 +58,10 @@ async def test_a_table_gives_details_and_none_is_unscored(scorer, answer, worker
     ],
 )
 async def test_a_bad_reward_meets_the_policy(scorer, answer, function, reason):
+    limit = 1 if function == "hang_async" else 60
+
     def make(policy, workers=0):
-        return scorer(f"reward_functions.{function}", reward_failure=policy, reward_timeout=1, reward_workers=workers)
+        return scorer(f"reward_functions.{function}", reward_failure=policy, reward_timeout=limit, reward_workers=workers)
 
     with pytest.raises(RewardError, match="sample 3") as failure:
         await make("fail", workers=1).score(answer("x"))
@@ -79,7 +81,7 @@ async def test_a_bad_reward_meets_the_policy(scorer, answer, function, reason):
 
 
 async def test_what_hangs_or_dies_is_replaced_and_nobody_else_loses(scorer, answer, tmp_path):
-    each = scorer("reward_functions.as_told", reward_timeout=1.0, reward_workers=2, reward_failure="exclude", reward_memory_gb=2)
+    each = scorer("reward_functions.as_told", reward_timeout=2.0, reward_workers=2, reward_failure="exclude", reward_memory_gb=2)
     told = ["fine", "hang", "fine", "spin", "die", "fine", "eat", "raise", "fine", "hold the interpreter", "die once", "fine"]
     samples = [answer(what, metadata={"marker": str(tmp_path / "died")}) for what in told]
     await each.score_group(PromptGroup(1, 0, 0, samples))
@@ -87,7 +89,7 @@ async def test_what_hangs_or_dies_is_replaced_and_nobody_else_loses(scorer, answ
     assert [s.reward for s in samples if s.response == "fine"] == [1.0] * 5
     assert by_order["die once"].reward == 1.0
     for what, reason in {
-        "hang": "took longer than --reward-timeout 1 s",
+        "hang": "took longer than --reward-timeout 2 s",
         "spin": "took longer than",
         "hold the interpreter": "took longer than",
         "die": "signal 9",
