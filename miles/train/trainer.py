@@ -118,7 +118,10 @@ class Trainer:
         if self.role == "critic":
             assert columns.old_values is not None
             values_ref = self.store.put(columns.old_values.cpu().numpy())
-        metrics = [self._optimizer_step(batches, columns) for batches in micro_batches]
+        metrics = []
+        for batches, base in zip(micro_batches, self._ratio_bases(micro_batches, columns), strict=True):
+            columns.old_logprobs = base
+            metrics.append(self._optimizer_step(batches, columns))
         return TrainResult(metrics, self.step, time.perf_counter() - started, values_ref)
 
     def mean_nll(self, share: ObjectRef) -> float:
@@ -147,8 +150,6 @@ class Trainer:
             if args.normalize_advantages and self.role == "actor":
                 normalize(columns, share, self.ranks)
         steps = [self._pack(share, columns, step, everything=False) for step in range(share.num_steps)]
-        if self.role == "actor" and args.advantage_estimator != "sft":
-            columns.old_logprobs = self._old_logprobs(steps, columns)
         return columns, steps
 
     def _pack(self, share: TrainShare, columns: TokenColumns, step: int, everything: bool) -> list[MicroBatch]:
@@ -171,14 +172,20 @@ class Trainer:
             forward.evaluate(model, batches, out)
         return out
 
-    def _old_logprobs(self, steps: list[list[MicroBatch]], columns: TokenColumns) -> Tensor | None:
-        """The ratio's base. None stands for the current weights' own, which the only step's forward pass gives anyway."""
+    def _ratio_bases(self, steps: list[list[MicroBatch]], columns: TokenColumns) -> list[Tensor | None]:
+        """For each step, the log-probs that its policy ratio starts from. None: its own forward pass gives them.
+
+        Recomputed ones are those of the weights before the first step, so the first step needs no pass of its own.
+        """
+        if self.role == "critic" or self.args.advantage_estimator == "sft" or not steps:
+            return [None] * len(steps)
         if self.args.use_rollout_logprobs:
-            return columns.rollout_logprobs
+            return [columns.rollout_logprobs] * len(steps)
         if self.old_actor is not None:
             with self.old_actor.in_place():
-                return self._evaluate(self.model, steps, columns)
-        return None if len(steps) == 1 else self._evaluate(self.model, steps, columns)
+                return [self._evaluate(self.model, steps, columns)] * len(steps)
+        later = steps[1:]
+        return [None] + [self._evaluate(self.model, later, columns)] * len(later) if later else [None]
 
     def _reference(self) -> TrainedModel:
         if self.reference is None:

@@ -59,3 +59,13 @@ def test_improbable_tokens_keep_finite_gradients() -> None:
     assert torch.isfinite(hidden.grad).all()
     assert weight.grad is not None
     assert torch.isfinite(weight.grad).all()
+
+
+def test_a_large_vocabulary_costs_no_precision() -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(16, 9), torch.randn(49152, 9)
+    hidden[:, 8], weight[:, 8], weight[7, 8] = 18.0, 0.0, 1.0  # one likely token, and tens of thousands that add up
+    state_of, targets = torch.arange(16), torch.full((16,), 7)
+    wide = plain(hidden.double(), weight.double(), state_of, targets, 1.0)
+    for want, got in zip(wide, token_logprobs(hidden, weight, state_of, targets), strict=True):
+        assert (want - got).abs().max() < 5e-6
