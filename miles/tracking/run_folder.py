@@ -8,6 +8,7 @@ runs/NAME/
     logs/ samples/ checkpoints/
 """
 
+import fcntl
 import json
 import logging
 import os
@@ -25,14 +26,28 @@ from miles.tracking import ledger
 
 logger = logging.getLogger(__name__)
 
+LOCK = ".lock"
+
 
 def prepare(args: RunConfig) -> Path:
     """Make the run's folder and write config.toml.
 
     A folder of that name with anything in it is moved to NAME.1, NAME.2, ... unless the run resumes from a checkpoint inside it: then
     lines about rollouts that will be done again leave metrics.jsonl, ledger.jsonl and samples/, so that no curve folds back.
+
+    Raises:
+        ValueError: a run of that name is going on, or the folder cannot be made.
     """
+    try:
+        return _prepare(args)
+    except OSError as error:
+        raise ValueError(f"--run-root {args.run_root}: cannot make the run's folder: {error}") from error
+
+
+def _prepare(args: RunConfig) -> Path:
     folder = Path(args.run_dir)
+    if _is_locked(folder):
+        raise ValueError(f"--name {args.name}: a run of that name is going on in {folder}; give this one another name, or end that one")
     if folder.is_dir() and any(folder.iterdir()):
         if _resumes_inside(args, folder):
             first = args.start_rollout_id
@@ -46,6 +61,26 @@ def prepare(args: RunConfig) -> Path:
         (folder / part).mkdir(parents=True, exist_ok=True)
     (folder / "config.toml").write_text(toml.dump(args), encoding="utf-8")
     return folder
+
+
+def lock(folder: Path) -> int:
+    """Mark the folder as that of a living run; returns the file to close at its end. The mark goes with the process, however that ends."""
+    file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return file
+
+
+def _is_locked(folder: Path) -> bool:
+    if not (folder / LOCK).exists():
+        return False
+    file = os.open(folder / LOCK, os.O_RDWR)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(file)
+    return False
 
 
 def _resumes_inside(args: RunConfig, folder: Path) -> bool:

@@ -46,15 +46,21 @@ def json_value(value: Any) -> Any:
 
 
 class JsonLines:
-    """metrics.jsonl: each line is one write, there at once for whoever follows the file."""
+    """metrics.jsonl: each line is one write, there at once for whoever follows the file. A full disk costs lines, not the run."""
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_APPEND | os.O_CREAT | os.O_WRONLY, 0o644)
+        self._failed = False
 
     def log(self, metrics: dict[str, float], rollout_id: int, step: int) -> None:
         line = {"rollout_id": rollout_id, "step": step, "time": round(time.time(), 3)}
         line |= {name: json_value(value) for name, value in metrics.items()}
-        os.write(self._file, (json.dumps(line) + "\n").encode())
+        try:
+            os.write(self._file, (json.dumps(line) + "\n").encode())
+        except OSError as error:
+            if not self._failed:
+                logger.error("metrics.jsonl misses lines from rollout %d on: %s", rollout_id, error)
+            self._failed = True
 
     def finish(self) -> None:
         os.close(self._file)

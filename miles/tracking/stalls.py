@@ -31,8 +31,10 @@ class StallWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Idempotent; does not wait for a report that is being written."""
+        """Idempotent; waits only a moment for a report that is being written."""
         self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(1.0)
 
     def look(self) -> str | None:
         """What to say now, if anything."""

@@ -1,6 +1,8 @@
 """What ran when: spans, their Chrome trace, and how well a step overlapped."""
 
 import json
+import logging
+import os
 import threading
 import time
 from collections import deque
@@ -9,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 KEPT_SPANS = 256  # in memory, for step_metrics; the file has all
 
@@ -43,15 +47,13 @@ class Timeline:
         self.changed = time.time()  # when a span last began or ended
         self._workers: dict[str, int] = {}
         self._first = True
-        self._file = None
+        self._file = -1
         if self.path is not None:
             earlier = read(self.path)
-            self._file = open(self.path, "w", encoding="utf-8", buffering=1)  # noqa: SIM115 closed by close
-            self._file.write("[\n")
-            for event in earlier:
-                if event.get("name") == "thread_name":
-                    self._workers[event["args"]["name"]] = event["tid"]
-                self._write(event)
+            self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            self._workers = {event["args"]["name"]: event["tid"] for event in earlier if event.get("name") == "thread_name"}
+            if earlier:
+                self._write(earlier)
 
     @contextmanager
     def span(self, worker: str, name: str, **args: Any) -> Iterator[Span]:
@@ -109,35 +111,39 @@ class Timeline:
     def close(self) -> None:
         """End the file's array. Idempotent."""
         with self._lock:
-            if self._file is not None:
-                self._file.write("\n]\n")
-                self._file.close()
-                self._file = None
+            if self._file >= 0:
+                self._append(("[" if self._first else "") + "\n]\n")
+            if self._file >= 0:
+                os.close(self._file)
+                self._file = -1
 
     def _note(self, span: Span) -> None:
         with self._lock:
             self.changed = time.time()
             self._spans.append(span)
-            if self._file is not None:
-                if span.worker not in self._workers:
-                    number = self._workers[span.worker] = len(self._workers) + 1
-                    self._write({"name": "thread_name", "ph": "M", "pid": 1, "tid": number, "args": {"name": span.worker}})
-                self._write(
-                    {
-                        "name": span.name,
-                        "ph": "X",
-                        "pid": 1,
-                        "tid": self._workers[span.worker],
-                        "ts": round(span.start * 1e6),
-                        "dur": round(span.seconds * 1e6),
-                        "args": span.args,
-                    }
-                )
+            events: list[dict[str, Any]] = []
+            if span.worker not in self._workers:
+                number = self._workers[span.worker] = len(self._workers) + 1
+                events.append({"name": "thread_name", "ph": "M", "pid": 1, "tid": number, "args": {"name": span.worker}})
+            event = {"name": span.name, "ph": "X", "pid": 1, "tid": self._workers[span.worker]}
+            times = {"ts": round(span.start * 1e6), "dur": round(span.seconds * 1e6)}
+            self._write([*events, event | times | {"args": span.args}])
 
-    def _write(self, event: dict[str, Any]) -> None:
-        assert self._file is not None
-        self._file.write(("" if self._first else ",\n") + json.dumps(event, default=str))
-        self._first = False
+    def _write(self, events: list[dict[str, Any]]) -> None:
+        """Append events in one write; the array's beginning comes with the first."""
+        if self._file >= 0:
+            text = ",\n".join(json.dumps(event, default=str) for event in events)
+            self._append(("[\n" if self._first else ",\n") + text)
+            self._first = False
+
+    def _append(self, text: str) -> None:
+        """A full disk costs the file's rest, not the run."""
+        try:
+            os.write(self._file, text.encode())
+        except OSError as error:
+            logger.error("%s ends here: %s", self.path, error)
+            os.close(self._file)
+            self._file = -1
 
 
 def _end(span: Span) -> float:

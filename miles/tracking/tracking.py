@@ -22,6 +22,7 @@ class Tracking:
 
     def __init__(self, args: RunConfig) -> None:
         self.folder = run_folder.prepare(args)
+        self._lock = run_folder.lock(self.folder)
         logs.setup(args.log_level, self.folder / "logs" / "driver.log")
         for warning in warnings_of(args):
             logger.warning("%s", warning)
@@ -47,6 +48,7 @@ class Tracking:
         self.console.finish()
         self.sinks.finish()
         self.timeline.close()
+        os.close(self._lock)
 
 
 _current: Tracking | None = None

@@ -1,5 +1,6 @@
 """The run folder: new, moved aside, or continued without a fold-back."""
 
+import os
 import tomllib
 from pathlib import Path
 
@@ -30,6 +31,22 @@ def test_an_empty_folder_is_taken_as_it_is(make):
     Path(args.run_dir).mkdir(parents=True)
     run_folder.prepare(args)
     assert [path.name for path in Path(args.run_root).iterdir()] == ["r"]
+
+
+def test_a_name_that_is_in_use_is_refused_until_that_run_ends(make):
+    args = make()
+    living = run_folder.lock(run_folder.prepare(args))
+    with pytest.raises(ValueError, match="--name r: a run of that name is going on"):
+        run_folder.prepare(args)
+    assert [path.name for path in Path(args.run_root).iterdir()] == ["r"]
+    os.close(living)
+    run_folder.prepare(args)
+
+
+def test_a_folder_that_cannot_be_made_is_named(make, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"--run-root .*file: cannot make the run's folder"):
+        run_folder.prepare(make(run_root=str(tmp_path / "file")))
 
 
 def play(args, rollouts: range) -> None:

@@ -188,3 +188,11 @@ def test_tensorboard_forgets_what_a_resumed_run_does_again(make, checkpoint):
     play(args, range(4))
     play(make(trackers=["tensorboard"], load=checkpoint(args, 1)), range(2, 5))
     assert scalars(args, "rollout/reward") == [(1, 0.0), (2, 0.1), (3, 0.2), (4, 0.3), (5, 0.4)]
+
+
+def test_a_full_disk_costs_lines_and_not_the_run(caplog):
+    sink = sinks.JsonLines(Path("/dev/full"))
+    sink.log({"a": 1.0}, 3, 4)
+    sink.log({"a": 1.0}, 4, 5)
+    sink.finish()
+    assert caplog.text.count("misses lines from rollout 3 on") == 1

@@ -1,6 +1,7 @@
 """Spans, their file, and the arithmetic of a step."""
 
 import json
+import os
 
 import pytest
 from hypothesis import given
@@ -130,6 +131,21 @@ def test_a_resumed_run_goes_on_in_the_same_file_even_after_a_kill(tmp_path):
     events = json.loads(path.read_text())
     assert [event["args"]["rollout_id"] for event in events if event["ph"] == "X"] == [0, 1]
     assert len({event["tid"] for event in events}) == 1
+
+
+def test_an_empty_timeline_is_an_array_too(tmp_path):
+    Timeline(tmp_path / "timeline.json").close()
+    assert json.loads((tmp_path / "timeline.json").read_text()) == []
+
+
+def test_a_full_disk_costs_the_file_and_not_the_run(tmp_path, caplog):
+    line = Timeline(tmp_path / "timeline.json")
+    os.dup2(os.open("/dev/full", os.O_WRONLY), line._file)
+    line.add("actor", "train", 1.0, 2.0, rollout_id=0)
+    line.add("actor", "train", 2.0, 3.0, rollout_id=1)
+    line.close()
+    assert caplog.text.count("ends here: [Errno 28]") == 1
+    assert line.step_metrics(1)["perf/train_seconds"] == 1.0
 
 
 def test_memory_stays_bounded():
