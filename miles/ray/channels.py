@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayTaskError, TaskCancelledError, WorkerCrashedError
+from ray.exceptions import OutOfMemoryError, RayError, RayTaskError, TaskCancelledError
 
 from miles.ray.host import Host, from_failure
 from miles.ray.worker_handle import WorkerDied
 from miles.ray.worker_process import free_port
-
-_GONE = (ActorDiedError, ActorUnavailableError, RayActorError, WorkerCrashedError)
 
 
 class RayChannel:
@@ -75,7 +74,7 @@ class RayChannel:
             if isinstance(error.cause, TaskCancelledError | asyncio.CancelledError):
                 raise asyncio.CancelledError from None
             raise
-        except _GONE as error:
+        except RayError as error:
             if self._actor is actor:
                 self._actor = None
             raise WorkerDied(self._name, self._log_path, _cause(error)) from None
@@ -108,8 +107,9 @@ def _cause(error: Exception) -> str:
     text = " ".join(str(error).split())
     if "ray.kill" in text:
         return "it was ended by the run"
-    if "OOM" in text and "memory monitor" in text.lower():
-        return "the host ran out of memory, and Ray ended it"
+    if isinstance(error, OutOfMemoryError) or "running low on memory" in text:
+        used = re.search(r"was ([\d.]+GB used / [\d.]+GB)", text)
+        return "the host ran out of memory, and Ray ended it" + (f" ({used[1]})" if used else "")
     if "connection error code 2" in text:
         return "its process was killed or crashed (a signal, or memory ran out)"
     return text[:300] or type(error).__name__

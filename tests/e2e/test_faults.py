@@ -77,6 +77,16 @@ def test_a_killed_worker_ends_the_run_and_is_named(launch, worker):
     assert f"logs/{worker}.log" in run.err
 
 
+def test_one_lost_engine_of_two_is_done_without(launch):
+    process = launch("two", "--num-engines", 2, "--num-rollout", 12)
+    process.wait_for(lambda run: run.trained(1))
+    os.kill(process.worker("engine-1").pid, signal.SIGKILL)
+    run = process.end()
+    assert run.code == 0, run.err
+    assert "engine-1 is lost" in run.err
+    assert [rollout for rollout, _ in run.series("train/loss")] == list(range(12))
+
+
 def test_an_error_in_the_driver_leaves_the_process_clean(drive, monkeypatch):
     def broken(*args):
         raise ZeroDivisionError("in the driver itself")

@@ -5,6 +5,7 @@ import json
 import pytest
 
 import train
+from miles.ray.worker_process import free_port
 
 pytestmark = pytest.mark.filterwarnings("default")  # as users run it
 
@@ -118,3 +119,20 @@ def test_first_publish_is_what_the_engines_loaded(drive):
 def test_several_optimizer_steps_of_a_rollout(drive):
     run = drive("steps", "--global-batch-size", 8, "--num-rollout", 2)
     assert [line["step"] for line in run.lines if "train/policy_loss" in line] == [1, 2, 3, 4]
+
+
+def test_control_api_and_healer_come_and_go_with_the_run(drive):
+    port = free_port()
+    run = drive("api", "--api-server-port", port, "--mini-ft-controller", "--num-rollout", 2)
+    assert steps(run) == [0, 1]
+    again = drive("again", "--api-server-port", port, "--num-rollout", 1)
+    assert steps(again) == [0]
+
+
+def test_snapshots_are_evaluated_beside_training(drive):
+    run = drive(
+        "snapshots", "--eval-mode", "snapshot", "--eval-function", "tests.e2e.faulty.count_files", "--eval-interval", 1, "--num-rollout", 3
+    )
+    points = [(line["rollout_id"], line["step"]) for line in run.lines if "eval/files" in line]
+    assert sorted(points) == [(0, 0), (0, 1), (1, 2), (2, 3)]
+    assert sorted(path.name for path in (run.folder / "eval_hf").iterdir()) == ["rollout_000001", "rollout_000002"]
