@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import importlib
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+_one_at_a_time = threading.RLock()
+"""Workers in one process load their classes in threads, and two threads inside one circle of imports see half-made modules."""
 
 
 def load(name: str, builtin: Mapping[str, str] | None = None, *, setting: str = "") -> Any:
@@ -30,7 +34,8 @@ def load(name: str, builtin: Mapping[str, str] | None = None, *, setting: str = 
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)
     try:
-        module = importlib.import_module(module_name)
+        with _one_at_a_time:
+            module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not (module_name == error.name or module_name.startswith(error.name + ".")):
             raise
