@@ -25,6 +25,10 @@ class OldActor:
         for kept, parameter in zip(self.kept, self.model.parameters(), strict=True):
             kept.copy_(local(parameter.detach()))
 
+    def move(self, device: torch.device) -> None:
+        """Follow the model to host memory and back."""
+        self.kept = [kept.to(device) for kept in self.kept]
+
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Inside, the model computes with the kept weights."""

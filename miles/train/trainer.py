@@ -277,15 +277,19 @@ class Trainer:
     # ---- memory
 
     def offload(self) -> None:
-        """Weights and optimizer state leave the device."""
-        offload.move(self.model, self.optimizer, torch.device("cpu"))
-        if self.reference is not None:
-            offload.move(self.reference, None, torch.device("cpu"))
+        """Weights and optimizer state leave the device. Idempotent."""
+        self._move(torch.device("cpu"))
 
     def onload(self) -> None:
-        offload.move(self.model, self.optimizer, self.device)
+        """They come back. Idempotent."""
+        self._move(self.device)
+
+    def _move(self, device: torch.device) -> None:
+        offload.move(self.model, self.optimizer, device)
         if self.reference is not None:
-            offload.move(self.reference, None, self.device)
+            offload.move(self.reference, None, device)
+        if self.old_actor is not None:
+            self.old_actor.move(device)
 
     def dispose(self) -> None:
         """Finish what is being saved, leave the group. Idempotent, and fine after an init that failed."""

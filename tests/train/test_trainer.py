@@ -243,7 +243,7 @@ def test_critic_learns_the_rewards_and_the_actor_uses_its_values(tiny: str, stor
 
 
 def test_offload_and_onload_change_nothing(tiny: str, store: Store) -> None:
-    moved, plain = make_trainer(settings(tiny), store), make_trainer(settings(tiny), store)
+    moved, plain = (make_trainer(settings(tiny, keep_old_actor=True, kl_loss_coef=0.1), store) for _ in range(2))
     for trainer in (moved, plain):
         run(trainer, range(1))
     for verb in (moved.onload, moved.offload, moved.offload, moved.onload, moved.onload):
