@@ -18,9 +18,15 @@ def choose(args: RunConfig, *, one_host: bool, device: torch.device) -> tuple[st
         return args.weight_transport, "set by --weight-transport"
     if not one_host:
         return "broadcast", "trainer and engines are on several hosts"
-    if device.type == "cuda" and min(args.gpus_per_trainer, args.gpus_per_engine) >= 1 and not args.colocate:
+    if _own_gpus(args, device):
         return "broadcast", "trainer and engines have GPUs of their own"
     return "shared_memory", "trainer and engines share a host"
+
+
+def _own_gpus(args: RunConfig, device: torch.device) -> bool:
+    """Whether no worker shares its GPU with another: NCCL takes no two members on one GPU."""
+    shared = args.in_process or args.colocate or min(args.gpus_per_trainer, args.gpus_per_engine) < 1
+    return device.type == "cuda" and not shared
 
 
 def make_sender(transport: str, args: RunConfig, *, one_host: bool, device: torch.device) -> WeightSender:
@@ -30,9 +36,7 @@ def make_sender(transport: str, args: RunConfig, *, one_host: bool, device: torc
         return disk.Sender(args.name, Path(args.weight_sync_dir or f"{args.run_dir}/weights"))
     assert transport == "broadcast", transport
     address = "127.0.0.1" if one_host else own_address()
-    # NCCL takes no two members on one GPU
-    own_gpus = device.type == "cuda" and min(args.gpus_per_trainer, args.gpus_per_engine) >= 1
-    return broadcast.Sender(address, "nccl" if own_gpus else "gloo", device, args.publish_timeout)
+    return broadcast.Sender(address, "nccl" if _own_gpus(args, device) else "gloo", device, args.publish_timeout)
 
 
 def make_receiver(transport: str, device: torch.device, timeout: float) -> WeightReceiver:

@@ -20,7 +20,6 @@ from miles.weights.buckets import view_of
 from miles.weights.checksum import checksum
 from miles.weights.receiver import WeightLoader
 from miles.weights.sender import WeightPublisher
-from miles.weights.transports import choose
 
 SHM = shared_memory.directories()[0]
 TRANSPORTS = ["shared_memory", "broadcast", "disk"]
@@ -378,13 +377,3 @@ def test_a_publish_to_no_engine_at_all(transport: str, tmp_path: Path) -> None:
 def test_addresses() -> None:
     assert address_toward("127.0.0.1", 80) == "127.0.0.1"
     assert socket.inet_aton(own_address())
-
-
-def test_the_choice_of_auto() -> None:
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert choose(settings(), one_host=True, device=cpu)[0] == "shared_memory"
-    assert choose(settings(), one_host=False, device=cpu)[0] == "broadcast"
-    assert choose(settings(), one_host=True, device=cuda)[0] == "broadcast"
-    assert choose(settings(gpus_per_engine=0.5), one_host=True, device=cuda)[0] == "shared_memory"
-    assert choose(settings(colocate=True), one_host=True, device=cuda)[0] == "shared_memory"
-    assert choose(settings(weight_transport="disk"), one_host=True, device=cpu) == ("disk", "set by --weight-transport")
