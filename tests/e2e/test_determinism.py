@@ -5,6 +5,7 @@ import pytest
 pytestmark = pytest.mark.filterwarnings("default")  # as users run it
 
 
+@pytest.mark.slow
 def test_the_same_run_twice_and_with_processes_gives_the_same_values(drive, launch):
     flags = ("--num-rollout", 3, "--eval-interval", 2)
     once, again = drive("once", *flags), drive("again", *flags)

@@ -10,6 +10,7 @@ import train_async
 pytestmark = pytest.mark.filterwarnings("default")  # as users run it
 
 
+@pytest.mark.slow
 def test_a_reward_that_raises_ends_the_run_with_its_own_traceback(launch):
     run = launch("reward", "--reward", "tests.e2e.faulty.raises").end()
     assert run.code == 1
@@ -38,6 +39,7 @@ def test_missing_parts_are_said_at_once(drive, tmp_path):
 
 
 @pytest.mark.case("C83")
+@pytest.mark.slow
 def test_sigterm_saves_the_step_and_leaves_nothing(launch, tmp_path):
     process = launch("term", "--num-rollout", 1000)
     process.wait_for(lambda run: run.trained(2))
@@ -55,6 +57,7 @@ def test_sigterm_saves_the_step_and_leaves_nothing(launch, tmp_path):
     assert [rollout for rollout, _ in resumed.series("train/loss")] == [last + 1]
 
 
+@pytest.mark.slow
 def test_ctrl_c_reaches_the_whole_terminal_and_ends_only_the_driver(launch):
     """A terminal sends SIGINT to every process of the group; the workers must leave the end to the driver."""
     process = launch("stop", "--num-rollout", 1000, "--no-save-on-signal")
@@ -67,6 +70,7 @@ def test_ctrl_c_reaches_the_whole_terminal_and_ends_only_the_driver(launch):
 
 
 @pytest.mark.parametrize("worker", ["engine-0", "actor-0"])
+@pytest.mark.slow
 def test_a_killed_worker_ends_the_run_and_is_named(launch, worker):
     process = launch("killed", "--num-rollout", 1000)
     process.wait_for(lambda run: run.trained(1))
@@ -77,6 +81,7 @@ def test_a_killed_worker_ends_the_run_and_is_named(launch, worker):
     assert f"logs/{worker}.log" in run.err
 
 
+@pytest.mark.slow
 def test_one_lost_engine_of_two_is_done_without(launch):
     process = launch("two", "--num-engines", 2, "--num-rollout", 12)
     process.wait_for(lambda run: run.trained(1))
