@@ -29,7 +29,9 @@ class EngineCore:
         self.decoder: Decoder | None = None  # from `load` on
         self.paused = False
         self.offloaded = False
+        self.limits = Limits(vocabulary=0, max_context=args.engine_max_context, has_tokenizer=False)
         self.failure: BaseException | None = None
+        self._unanswered: dict[Sequence, None] = {}  # in order of arrival
 
     def load(self) -> None:
         args = self.args
@@ -68,11 +70,14 @@ class EngineCore:
         self._hand_back(self.ready.step())
 
     def fail(self, error: BaseException) -> None:
-        """A step raised: nothing that runs can go on, and nobody may wait for ever."""
+        """A step or a queued job raised: nothing that runs can go on, and nobody may wait for ever."""
         logger.error("engine %s failed", self.name, exc_info=error)
         self.failure = error
-        for sequence in self.ready.scheduler.cut(None):
+        for sequence in self._unanswered:  # not the scheduler's: the error may have left its lists half changed
             sequence.reply(None, error)
+        self._unanswered.clear()
+        if self.decoder is not None:
+            self.decoder.scheduler.cut_all()
 
     def submit(self, request: GenerateRequest, reply: Reply) -> None:
         if self.failure is not None:
@@ -84,10 +89,13 @@ class EngineCore:
         longest = min(len(request.input_ids) + sampling.max_new_tokens, decoder.max_context)
         if not decoder.scheduler.running:
             decoder.last_progress = time.monotonic()
+        sequence = Sequence(request, reply, max_tokens=longest, stop_ids=ends)
         try:
-            decoder.scheduler.add(Sequence(request, reply, max_tokens=longest, stop_ids=ends))
+            decoder.scheduler.add(sequence)
         except ValueError as error:
             reply(None, ValueError(f"request {request.request_id}: {error}"))
+        else:
+            self._unanswered[sequence] = None
 
     def note_refused(self, request: GenerateRequest) -> None:
         """A request that was refused: its wave does not wait for it."""
@@ -97,10 +105,10 @@ class EngineCore:
             except ValueError as error:
                 logger.warning("engine %s: refused request %s: %s", self.name, request.request_id, error)
 
-    def abort(self, request_ids: frozenset[str] | None, started_only: bool = False) -> int:
-        ended = self.ready.scheduler.cut(request_ids, started_only=started_only)
-        self._hand_back(ended)
-        return len(ended)
+    def abort(self, request_ids: frozenset[str] | None) -> int:
+        """None: every request."""
+        scheduler = self.ready.scheduler
+        return self._hand_back(scheduler.cut_all() if request_ids is None else scheduler.cut(request_ids))
 
     def pause(self, mode: PauseMode) -> None:
         if mode not in ("retract", "in_place", "abort"):
@@ -109,7 +117,8 @@ class EngineCore:
         if mode == "retract":
             self.ready.scheduler.forget_cache()
         elif mode == "abort":
-            self.abort(None, started_only=True)
+            running = frozenset(row.request.request_id for row in self.ready.scheduler.running)
+            self._hand_back(self.ready.scheduler.cut(running, started_only=True))
 
     def resume(self) -> None:
         self.ready.last_progress = time.monotonic()
@@ -186,9 +195,11 @@ class EngineCore:
             return "a publish was cut off half way or came out wrong: nothing is served until a whole one succeeds"
         return ""
 
-    def _hand_back(self, sequences: list[Sequence]) -> None:
+    def _hand_back(self, sequences: list[Sequence]) -> int:
         for sequence in sequences:
+            self._unanswered.pop(sequence, None)
             if sequence.failure is not None:
                 sequence.reply(None, sequence.failure)
             else:
                 sequence.reply(sequence.completion(), None)
+        return len(sequences)

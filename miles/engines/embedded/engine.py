@@ -107,6 +107,8 @@ class EmbeddedEngine:
     def _check_open(self) -> None:
         if self._disposed:
             raise RuntimeError(f"engine {self.name} is disposed")
+        if self._core.decoder is None and self._core.failure is None:
+            raise RuntimeError(f"engine {self.name} has no model: init() comes first")
 
     def _drop(self, request_id: str) -> None:
         """On the thread: the caller of this request has gone."""

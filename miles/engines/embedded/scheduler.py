@@ -172,27 +172,27 @@ class Scheduler:
                 self.running[slot] = last
         return done
 
-    def cut(self, request_ids: frozenset[str] | None, *, started_only: bool = False) -> list[Sequence]:
-        """End requests (None: all) where they stand, and return them."""
-
-        def chosen(sequence: Sequence) -> bool:
-            return not sequence.done and (request_ids is None or sequence.request.request_id in request_ids)
-
-        for sequence in filter(chosen, self.running):
-            sequence.finish = FinishReason.ABORT
-        done = self.retire()
-        if started_only:
-            return done
-        members = [row for wave in self.waves.values() for row in wave.members.values()]
-        waiting = list(filter(chosen, [*self.waiting, *members]))
-        for sequence in waiting:
-            sequence.finish = FinishReason.ABORT
+    def cut(self, request_ids: frozenset[str], *, started_only: bool = False) -> list[Sequence]:
+        """End these requests where they stand, and return them."""
+        waiting = [] if started_only else self._all_waiting()
+        for sequence in [*self.running, *waiting]:
+            if sequence.request.request_id in request_ids:
+                sequence.finish = FinishReason.ABORT
         self.waiting = deque(row for row in self.waiting if not row.done)
         for wave in self.waves.values():
             wave.members = {order: row for order, row in wave.members.items() if not row.done}
-        if request_ids is None:  # also waves whose other requests will never come
-            self.waves, self.active_wave = {}, None
-        return done + waiting
+        return self.retire() + [row for row in waiting if row.done]
+
+    def cut_all(self) -> list[Sequence]:
+        """End every request, and forget waves whose other requests will never come. Touches no cache: it may be broken."""
+        ended = [*self.running, *self._all_waiting()]
+        for sequence in ended:
+            sequence.finish = FinishReason.ABORT
+        self.running, self.waiting, self.waves, self.active_wave = [], deque(), {}, None
+        return ended
+
+    def _all_waiting(self) -> list[Sequence]:
+        return [*self.waiting, *(row for wave in self.waves.values() for row in wave.members.values())]
 
     def weights_changed(self) -> None:
         """What is cached was computed with older weights from here on."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
@@ -15,7 +16,7 @@ class ServingThread:
     Args:
         step: one bounded piece of work.
         has_work: whether `step` has something to do.
-        failed: called once with what `step` raised; the thread goes on with jobs and never steps again.
+        failed: called with what `step` or a posted job raised; the thread goes on with jobs and never steps again.
     """
 
     def __init__(self, name: str, step: Callable[[], None], has_work: Callable[[], bool], failed: Callable[[BaseException], None]) -> None:
@@ -32,7 +33,7 @@ class ServingThread:
         self._thread.start()
 
     def post(self, job: Callable[[], None]) -> None:
-        """Queue a job that raises nothing and whose end nobody waits for."""
+        """Queue a job whose end nobody waits for; what it raises fails the thread."""
         self._jobs.put(job)
 
     async def call(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -61,18 +62,15 @@ class ServingThread:
         while True:
             try:
                 job = self._jobs.get(block=not (self._healthy and self._has_work()))
-                if job is None:
-                    return
-                job()
             except queue.Empty:
-                self._step_once()
-
-    def _step_once(self) -> None:
-        try:
-            self._step()
-        except BaseException as error:  # a thread has nobody above it: hand the error to those who wait
-            self._healthy = False
-            self._failed(error)
+                job = self._step
+            if job is None:
+                return
+            try:
+                job()
+            except BaseException as error:  # a thread has nobody above it: hand the error to those who wait
+                self._healthy = False
+                self._failed(error)
 
 
 def settle(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
@@ -86,5 +84,5 @@ def settle(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any], result:
         else:
             future.set_exception(error)
 
-    if not loop.is_closed():
+    with contextlib.suppress(RuntimeError):  # the loop is closed
         loop.call_soon_threadsafe(resolve)

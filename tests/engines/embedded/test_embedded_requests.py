@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from transformers import PreTrainedModel
 
+from miles.config.run_config import RunConfig
 from miles.engines.embedded.engine import EmbeddedEngine
 from miles.types import FinishReason, GenerateRequest, SamplingParams, Wave
 
@@ -250,3 +251,26 @@ async def test_an_id_used_again_right_after_its_caller_went_away_gets_its_own_an
         gone.cancel()
         await asyncio.gather(gone, return_exceptions=True)
         assert (await engine.generate(ask("r", PROMPT, new=3, seed=7))).token_ids == expected.token_ids
+
+
+async def test_a_cache_that_breaks_fails_every_request_and_hangs_none(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = await start(engine_max_running=4)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(engine._core.ready.cache, "copy", broken)
+    asked = [ask(f"r{i}", PROMPT[i:], new=3 + 5 * i) for i in range(5)]
+    results = await asyncio.gather(*map(engine.generate, asked), return_exceptions=True)
+    assert {str(result) for result in results} == {"device lost"}
+    assert "device lost" in (await engine.health()).reason
+    await engine.dispose()
+
+
+async def test_an_engine_that_is_not_ready_says_so(checkpoint: str) -> None:
+    engine = EmbeddedEngine(RunConfig(hf_checkpoint=checkpoint), "unborn")
+    assert (await engine.health()).reason == "not loaded"
+    for call in (engine.generate(ask("r", PROMPT)), engine.pause("retract")):
+        with pytest.raises(RuntimeError, match=r"init\(\) comes first"):
+            await call
+    await engine.dispose()
