@@ -70,6 +70,7 @@ class InferenceController:
         self.args, self._run = args, run
         self._cells = {handle.worker_name: self._make_cell(index, handle) for index, handle in enumerate(engines)}
         self._lock = asyncio.Lock()
+        self._revived = asyncio.Event()  # an engine was started again
         self._offloaded = False
         self._closing = False
         self._publishing: list[EngineCell] = []
@@ -149,18 +150,36 @@ class InferenceController:
         await self.onload()
 
     async def start_update_weights(self) -> list[Engine]:
-        """Take the lock, leave the engines unwatched, pause those that live. Returns them."""
-        await self._lock.acquire()
-        try:
-            await self._onload()
-            await self._pause([cell for cell in self._cells.values() if cell.lives])
-            self._publishing = [cell for cell in self._cells.values() if cell.lives]
-            if not self._publishing:
-                raise RuntimeError(f"no engine is left to publish to:\n{self._problems()}")
-        except BaseException:
+        """Take the lock, leave the engines unwatched, pause those that live. Returns them.
+
+        Where none lives, but the control API may start one again, that is waited for, within --engine-start-timeout.
+        """
+        while True:
+            self._revived.clear()
+            await self._lock.acquire()
+            try:
+                await self._onload()
+                await self._pause([cell for cell in self._cells.values() if cell.lives])
+                self._publishing = [cell for cell in self._cells.values() if cell.lives]
+            except BaseException:
+                self._lock.release()
+                raise
+            if self._publishing:
+                return [cell.engine for cell in self._publishing]
             self._lock.release()
-            raise
-        return [cell.engine for cell in self._publishing]
+            await self._wait_for_one()
+
+    async def _wait_for_one(self) -> None:
+        problem = f"no engine is left to publish to:\n{self._problems()}"
+        if not self.args.api_server_port:
+            raise RuntimeError(problem)
+        logger.warning("no engine is left to publish to: waiting for one to be started again")
+        try:
+            await asyncio.wait_for(self._revived.wait(), self.args.engine_start_timeout)
+        except TimeoutError:
+            raise RuntimeError(
+                f"{problem}\nand none came back within --engine-start-timeout {self.args.engine_start_timeout:g} s"
+            ) from None
 
     async def end_update_weights(self, weight_version: int) -> None:
         """The engines serve the new weights; engines that were started again serve from here on."""
@@ -265,6 +284,7 @@ class InferenceController:
                 await self._pause([cell])
                 if self._republish is not None:
                     await self._serve([cell], await self._republish(cell.engine))
+                self._revived.set()
             except BaseException as error:
                 cell.state.change(suspend=True, phase="Suspended", serving=("False", f"did not start: {error}"[:500]))
                 raise
