@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from miles.algorithms.advantages import gae, group_advantages
+from miles.algorithms.advantages import gae, group_advantages, moments, normalize, outcome_rewards
 from miles.algorithms.aggregation import step_totals, token_weights
 from miles.algorithms.kl import kl
 from miles.config.run_config import RunConfig
@@ -88,29 +88,24 @@ def fill_gae(columns: TokenColumns, share: TrainShare, values: Tensor, args: Run
     penalty = None
     if args.kl_coef and columns.ref_logprobs is not None:
         penalty = args.kl_coef * kl(columns.rollout_logprobs.cpu(), columns.ref_logprobs.cpu(), "k1")
+    trained = torch.from_numpy(columns.trained)
     for sample in range(data.num_samples):
-        start, end = (int(offset) for offset in data.offsets[sample : sample + 2])
-        tokens = np.flatnonzero(columns.trained[start:end])
-        if not len(tokens):
+        own = slice(int(data.offsets[sample]), int(data.offsets[sample + 1]))
+        mask = trained[own]
+        if not mask.any():
             continue
-        places = torch.from_numpy(tokens + start)
-        rewards = torch.zeros(len(places)) if penalty is None else -penalty[places]
-        rewards[-1] += float(data.rewards[sample])
-        every = torch.ones(len(places), dtype=torch.bool)
-        advantages[places], returns[places] = gae(rewards, values[places], every, args.gamma, args.gae_lambda)
+        rewards = outcome_rewards(float(data.rewards[sample]), mask)
+        if penalty is not None:
+            rewards -= penalty[own] * mask
+        advantages[own], returns[own] = gae(rewards, values[own], mask, args.gamma, args.gae_lambda)
     device = columns.weights.device
     columns.advantages, columns.returns, columns.old_values = advantages.to(device), returns.to(device), values.to(device)
 
 
-def normalize(columns: TokenColumns, share: TrainShare, ranks: Ranks) -> None:
+def normalize_advantages(columns: TokenColumns, share: TrainShare, ranks: Ranks) -> None:
     """PPO: bring the advantages of each optimizer step's trained tokens, over all ranks, to mean 0 and deviation 1."""
     step_of = np.repeat(share.batch.step_of[share.positions], np.diff(share.data.offsets))
     for step in range(share.num_steps):
-        chosen = torch.from_numpy(np.flatnonzero(columns.trained & (step_of == step))).to(columns.advantages.device)
-        values = columns.advantages[chosen].double()
-        count, total = ranks.sum(torch.stack([values.new_tensor(len(values)), values.sum()])).tolist()
-        if not count:
-            continue
-        centred = values - total / count
-        square = ranks.sum(centred.square().sum()).item()
-        columns.advantages[chosen] = (centred / ((square / count) ** 0.5 + 1e-8)).float()
+        mask = torch.from_numpy(columns.trained & (step_of == step)).to(columns.advantages.device)
+        total = ranks.sum(moments(columns.advantages, mask))
+        columns.advantages = torch.where(mask, normalize(columns.advantages, mask, total), columns.advantages)

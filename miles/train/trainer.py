@@ -27,7 +27,7 @@ from miles.train.optimizer import build_adamw, clip_gradients, learning_rate, se
 from miles.train.publish import Publisher
 from miles.train.random_model import resolve_checkpoint
 from miles.train.sharding import needs_sharding, shard
-from miles.train.targets import TokenColumns, fill_gae, normalize, token_columns
+from miles.train.targets import TokenColumns, fill_gae, normalize_advantages, token_columns
 from miles.types import ObjectRef, PublishPlan, Role, TrainResult, TrainShare
 
 logger = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ class Trainer:
                 raise ValueError("the actor of ppo needs the critic's values")
             fill_gae(columns, share, critic_values, args)
             if args.normalize_advantages and self.role == "actor":
-                normalize(columns, share, self.ranks)
+                normalize_advantages(columns, share, self.ranks)
         steps = [self._pack(share, columns, step, everything=False) for step in range(share.num_steps)]
         return columns, steps
 
