@@ -1,4 +1,4 @@
-"""The rollout executor as the driver sees it: forwards, logs its metrics, keeps the timeline."""
+"""The rollout executor as the driver sees it: forwards, logs evaluations, keeps the timeline."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ class RemoteExecutor:
                 error.add_note(f"In flight: {await self._handle.stats()}")
                 raise
         self._run.manager.store.adopt(ref.shares)
-        tracking.log(ref.metrics, rollout_id)
         return ref
 
     async def eval(self, rollout_id: int, hf_dir: str | None = None) -> EvalResult:

@@ -50,6 +50,8 @@ class TrainGroup:
         """Make one rollout's optimizer steps. The critic returns its values; the actor takes them as `external_data`."""
         if self._run.open_rollout is None:
             await self._run.guard.halt_if_asked()
+            # Logged here and not when it arrives: so the order of the lines does not depend on what was faster.
+            tracking.log(data_ref.metrics, rollout_id)
         await self.onload()
         values: Sequence[ObjectRef | None] = external_data.shares if external_data is not None else [None] * len(self.ranks)
         assert len(data_ref.shares) == len(values) == len(self.ranks), "one share for each rank"
