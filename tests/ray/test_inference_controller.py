@@ -156,7 +156,8 @@ async def test_a_lost_engine_is_left_out_and_the_last_one_ends_the_run(world):
 
 async def test_a_publish_waits_for_an_engine_that_may_be_started_again(world):
     await publish(world, 1)
-    world.controller.args = world.args.model_copy(update={"api_server_port": 1})
+    for part in (world.controller, world.controller._cells):
+        part.args = world.args.model_copy(update={"api_server_port": 1})
     await world.controller.suspend_cell("engine-0")
     await world.controller.suspend_cell("engine-1")
     waiting = asyncio.ensure_future(world.controller.start_update_weights())
@@ -165,7 +166,8 @@ async def test_a_publish_waits_for_an_engine_that_may_be_started_again(world):
     await world.controller.resume_cell("engine-1")
     assert len(await waiting) == 1
     await world.controller.end_update_weights(2)
-    world.controller.args = world.args.model_copy(update={"api_server_port": 1, "engine_start_timeout": 0.05})
+    for part in (world.controller, world.controller._cells):
+        part.args = world.args.model_copy(update={"api_server_port": 1, "engine_start_timeout": 0.05})
     await world.controller.suspend_cell("engine-1")
     with pytest.raises(RuntimeError, match="none came back within --engine-start-timeout"):
         await world.controller.start_update_weights()
