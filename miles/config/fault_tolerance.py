@@ -12,6 +12,8 @@ class FaultToleranceSection(Section):
     """Seconds that one probe may take."""
     health_failures: int = Field(3, ge=1)
     """Failed probes in a row after which an engine counts as unhealthy."""
+    control_timeout: float = Field(60.0, gt=0)
+    """Seconds within which an engine must pause, resume or abort, and may be silent in a publish; past it, it is ended."""
     api_server_port: int = Field(0, ge=0, le=65535)
     """Port of the control API; 0 is off."""
     api_server_host: str = "127.0.0.1"

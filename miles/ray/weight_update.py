@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from miles.config.run_config import RunConfig
 from miles.protocols import Engine
 from miles.ray import run as runs
-from miles.ray.worker_handle import WorkerDied, WorkerHandle
+from miles.ray.worker_handle import CallTimeout, WorkerDied, WorkerHandle
 from miles.ray.worker_manager import all_or_first_error
 from miles.types import PublishPlan
 from miles.weights.compare import compare_checksums
@@ -39,7 +39,7 @@ class Controller(Protocol):
 
 
 class EngineLost(RuntimeError):
-    """An engine died in the middle of a publish; the others can go on without it."""
+    """An engine died in the middle of a publish, or was ended because it was silent; the others can go on without it."""
 
 
 def version_after(args: RunConfig, rollout_id: int | None) -> int:
@@ -95,15 +95,28 @@ async def _republish(args: RunConfig, actor: Publisher, engine: Engine) -> int:
         return await actor.update_weights([engine], trained if due else run.published)
 
 
-async def move(args: RunConfig, trainers: Sequence[WorkerHandle], engines: Sequence[Engine], version: int, one_host: bool = True) -> None:
-    """Move all buckets and compare both ends. After a failure both ends have been told to give up."""
+async def move(
+    args: RunConfig,
+    trainers: Sequence[WorkerHandle],
+    engines: Sequence[Engine],
+    version: int,
+    *,
+    end_engine: Callable[[Engine], Awaitable[None]],
+    one_host: bool = True,
+) -> None:
+    """Move all buckets and compare both ends. After a failure both ends have been told to give up.
+
+    Args:
+        end_engine: ends the worker of an engine that is silent. Until then a trainer may be stuck in a collective with it.
+    """
     try:
         plans: list[PublishPlan] = await all_or_first_error([trainer.plan_publish(version, len(engines), one_host) for trainer in trainers])
         plan = plans[0]
-        await _on_engines([engine.begin_update(plan, place) for place, engine in enumerate(engines)])
-        await (_side_by_side if plan.concurrent else _one_after_the_other)(plan, trainers, engines)
+        receivers = _Receivers(args, engines, end_engine)
+        await receivers.call("begin_update", lambda place: (plan, place))
+        await (_side_by_side if plan.concurrent else _one_after_the_other)(plan, trainers, receivers)
         sums = (await all_or_first_error([trainer.end_publish() for trainer in trainers]))[0]
-        received = await _on_engines([engine.end_update() for engine in engines])
+        received = await receivers.call("end_update")
         if args.verify_weight_updates:
             for place, table in enumerate(received):
                 comparison = compare_checksums(sums, table)
@@ -115,13 +128,52 @@ async def move(args: RunConfig, trainers: Sequence[WorkerHandle], engines: Seque
         raise
 
 
-async def _side_by_side(plan: PublishPlan, trainers: Sequence[WorkerHandle], engines: Sequence[Engine]) -> None:
+class _Receivers:
+    """The engines of one publish. Each call on them may take as long as the publish, as long as they answer meanwhile."""
+
+    def __init__(self, args: RunConfig, engines: Sequence[Engine], end: Callable[[Engine], Awaitable[None]]) -> None:
+        self._args, self._engines, self._end = args, engines, end
+
+    async def call(self, method: str, args_of: Callable[[int], tuple[Any, ...]] = lambda place: ()) -> list[Any]:
+        """Raises EngineLost for an engine that died, or is silent."""
+        calls = [self._one(engine, method, args_of(place)) for place, engine in enumerate(self._engines)]
+        return await all_or_first_error(calls)
+
+    async def receive(self, index: int) -> list[Any]:
+        return await self.call("receive_bucket", lambda place: (index,))
+
+    async def _one(self, engine: Engine, method: str, args: tuple[Any, ...]) -> Any:
+        task = asyncio.ensure_future(getattr(engine, method)(*args))
+        try:
+            while not (await asyncio.wait({task}, timeout=self._args.control_timeout))[0]:
+                await self._listen(engine, method)
+            return task.result()
+        except WorkerDied as error:
+            raise EngineLost(str(error)) from error
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+    async def _listen(self, engine: Engine, method: str) -> None:
+        """Health answers whatever an engine does: one that does not is ended, so that it never comes back with half of the weights."""
+        for asked in range(1, self._args.health_failures + 1):
+            try:
+                await engine.health()
+                return
+            except CallTimeout as error:
+                if asked == self._args.health_failures:
+                    await self._end(engine)
+                    raise EngineLost(f"no sign of life during {method}: {error}") from error
+
+
+async def _side_by_side(plan: PublishPlan, trainers: Sequence[WorkerHandle], receivers: _Receivers) -> None:
     for index in range(len(plan.buckets)):
-        receiving = asyncio.ensure_future(_on_engines([engine.receive_bucket(index) for engine in engines]))
+        receiving = asyncio.ensure_future(receivers.receive(index))
         await all_or_first_error([trainer.send_bucket(index) for trainer in trainers] + [_result_of(receiving)])
 
 
-async def _one_after_the_other(plan: PublishPlan, trainers: Sequence[WorkerHandle], engines: Sequence[Engine]) -> None:
+async def _one_after_the_other(plan: PublishPlan, trainers: Sequence[WorkerHandle], receivers: _Receivers) -> None:
     """While the engines read bucket i, the trainers fill bucket i + 1: two buffers are enough."""
     reading: asyncio.Future[Any] | None = None
     try:
@@ -129,7 +181,7 @@ async def _one_after_the_other(plan: PublishPlan, trainers: Sequence[WorkerHandl
             await all_or_first_error([trainer.send_bucket(index) for trainer in trainers])
             if reading is not None:
                 await reading
-            reading = asyncio.ensure_future(_on_engines([engine.receive_bucket(index) for engine in engines]))
+            reading = asyncio.ensure_future(receivers.receive(index))
         if reading is not None:
             await reading
     finally:
@@ -140,10 +192,3 @@ async def _one_after_the_other(plan: PublishPlan, trainers: Sequence[WorkerHandl
 
 async def _result_of(future: asyncio.Future[Any]) -> Any:
     return await future
-
-
-async def _on_engines(calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-    try:
-        return await all_or_first_error(calls)
-    except WorkerDied as error:
-        raise EngineLost(str(error)) from error

@@ -92,7 +92,8 @@ async def _save_on_signal(run: Run) -> str:
 
 
 def engine_specs(args: RunConfig) -> list[WorkerSpec]:
-    limits = {
+    limits = dict.fromkeys(("pause", "resume", "abort", "abort_update"), Limit(args.control_timeout, "--control-timeout"))
+    limits |= {
         "init": Limit(args.engine_start_timeout, "--engine-start-timeout"),
         "generate": Limit(args.sample_timeout + _SLACK, "--sample-timeout"),
         "health": Limit(args.health_timeout, "--health-timeout"),

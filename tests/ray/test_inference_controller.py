@@ -1,14 +1,18 @@
 """Engines as cells: served, paused, lost, suspended, started again; the lock; false alarms."""
 
 import asyncio
+import dataclasses
+import os
 from types import SimpleNamespace
 from typing import ClassVar
 
+import psutil
 import pytest
 
 from miles.config.run_config import RunConfig
 from miles.ray.guard import RunGuard
 from miles.ray.rollout.inference_controller import InferenceController
+from miles.ray.wiring import engine_specs
 from miles.ray.worker_manager import WorkerManager
 from miles.ray.worker_spec import WorkerSpec
 from miles.types import EngineHealth
@@ -36,6 +40,9 @@ class PlainEngine:
     async def resume(self):
         self.calls.append("resume")
         self.paused = False
+
+    async def pid(self):
+        return os.getpid()
 
     async def health(self):
         return EngineHealth(True, self.version, 0, 0, self.paused, self.stuck)
@@ -104,6 +111,43 @@ async def test_a_passing_control_error_is_tried_again(world):
     world.engines[0].glitches = [OSError("502")]
     await publish(world, 1)
     assert world.engines[0].calls.count("pause") == 2
+
+
+async def hangs(mode):
+    await asyncio.Event().wait()
+
+
+async def silent_engine_world(manager, num_engines):
+    PlainEngine.made = []
+    args = RunConfig(num_engines=num_engines, health_interval=60.0, control_timeout=1.0)
+    run = SimpleNamespace(manager=manager, guard=RunGuard())
+    specs = [dataclasses.replace(spec, cls=f"{__name__}.PlainEngine", kwargs={"name": spec.name}) for spec in engine_specs(args)]
+    handles = await manager.start_all(specs)
+    controller = InferenceController(args, run, handles)
+    await controller.init()
+    return controller, handles
+
+
+async def test_an_engine_that_does_not_pause_is_lost_and_the_publish_goes_on(process_manager):
+    controller, handles = await silent_engine_world(process_manager, 2)
+    PlainEngine.made[0].pause = hangs
+    async with asyncio.timeout(5):
+        assert await controller.start_update_weights() == handles[1:]
+    reason = controller.cells()[0].condition("Healthy").reason
+    assert "waited 1 s (--control-timeout) for pause of worker engine-0" in reason
+    await controller.end_update_weights(1)
+    await controller.dispose()
+
+
+async def test_a_stopped_process_is_ended_and_the_last_one_ends_the_publish(ray_manager):
+    controller, handles = await silent_engine_world(ray_manager, 1)
+    pid = await handles[0].pid()
+    await controller.inject_fault("engine-0", "hang")
+    await until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    with pytest.raises(RuntimeError, match=r"no engine is left to publish to:\nengine-0: .*--control-timeout"):
+        await controller.start_update_weights()
+    await until(lambda: not psutil.pid_exists(pid), 20.0)
+    await controller.dispose()
 
 
 async def test_suspend_waits_for_the_publish(world):

@@ -9,7 +9,7 @@ from miles.config.run_config import RunConfig
 from miles.ray import run as runs
 from miles.ray import weight_update
 from miles.ray.guard import RunGuard
-from miles.ray.worker_handle import WorkerDied
+from miles.ray.worker_handle import CallTimeout, WorkerDied
 from miles.types import PublishPlan, TensorSpec
 
 
@@ -38,6 +38,11 @@ class Engine:
         self.events, self.name = events, name
         self.sums = {f"w{i}": "aa" for i in range(3)}
         self.fails = []
+        self.deaf, self.ended = False, asyncio.Event()
+
+    async def health(self):
+        if self.deaf:
+            raise CallTimeout("no answer")
 
     async def begin_update(self, plan, receiver_rank):
         self.events.append(f"{self.name} begins as {receiver_rank}")
@@ -57,21 +62,26 @@ class Engine:
         self.events.append(f"{self.name} aborts")
 
 
+async def end(engine):
+    engine.events.append(f"{engine.name} ended")
+    engine.ended.set()
+
+
 @pytest.fixture
 def args():
-    return RunConfig(start_rollout_id=0, update_weights_interval=2, publish_retries=1)
+    return RunConfig(control_timeout=0.05, start_rollout_id=0, update_weights_interval=2, publish_retries=1)
 
 
 async def test_at_most_two_buckets_are_on_their_way(args):
     events = []
-    await weight_update.move(args, [Trainer(events)], [Engine(events)], 1)
+    await weight_update.move(args, [Trainer(events)], [Engine(events)], 1, end_engine=end)
     assert events.index("send 1") < events.index("e has 0") < events.index("send 2")
     assert events.index("e has 1") < events.index("e reads 2")
 
 
 async def test_a_collective_sends_and_reads_at_once(args):
     events = []
-    await weight_update.move(args, [Trainer(events, transport="broadcast")], [Engine(events, "a"), Engine(events, "b")], 1)
+    await weight_update.move(args, [Trainer(events, transport="broadcast")], [Engine(events, "a"), Engine(events, "b")], 1, end_engine=end)
     assert events[2:5] == ["send 0", "a reads 0", "b reads 0"] or set(events[2:5]) == {"send 0", "a reads 0", "b reads 0"}
     assert events.index("b has 0") < events.index("send 1")
 
@@ -81,9 +91,9 @@ async def test_a_wrong_tensor_is_named_and_both_ends_give_up(args):
     engine = Engine(events)
     engine.sums = {**engine.sums, "w1": "bb"}
     with pytest.raises(RuntimeError, match="version 4 arrived wrong at engine 0 of 1: 1 differ: w1"):
-        await weight_update.move(args, [Trainer(events)], [engine], 4)
+        await weight_update.move(args, [Trainer(events)], [engine], 4, end_engine=end)
     assert events[-2:] == ["trainer aborts", "e aborts"]
-    await weight_update.move(args.model_copy(update={"verify_weight_updates": False}), [Trainer(events)], [engine], 4)
+    await weight_update.move(args.model_copy(update={"verify_weight_updates": False}), [Trainer(events)], [engine], 4, end_engine=end)
 
 
 def test_versions_count_publishes_and_a_resumed_run_counts_on(args):
@@ -100,7 +110,7 @@ class Actor:
 
     async def update_weights(self, engines, rollout_id=None):
         version = weight_update.version_after(self.args, rollout_id)
-        await weight_update.move(self.args, self.trainers, engines, version)
+        await weight_update.move(self.args, self.trainers, engines, version, end_engine=end)
         return version
 
 
@@ -166,6 +176,34 @@ async def test_an_engine_that_dies_is_left_behind(args, world, tmp_path):
     await weight_update.update_weights(args, world.actor, world.executor, world.controller)
     assert world.executor.version == 1
     assert "e begins as 0" in world.events[world.events.index("release") :]
+
+
+@pytest.mark.parametrize("method", ["begin_update", "receive_bucket", "end_update"])
+async def test_an_engine_that_hangs_is_ended_and_left_behind(args, world, tmp_path, method):
+    mortal = Engine(world.events, "mortal")
+    mortal.deaf = True
+
+    async def hangs(*args):
+        await mortal.ended.wait()
+        raise WorkerDied("mortal", str(tmp_path / "log"), "it was ended by the run")
+
+    setattr(mortal, method, hangs)
+    world.controller.engines = [mortal, world.engine]
+    async with asyncio.timeout(5):
+        await weight_update.update_weights(args, world.actor, world.executor, world.controller)
+    assert world.executor.version == 1
+    after = world.events[world.events.index("mortal ended") :]
+    assert after.index("trainer aborts") < after.index("release") < after.index("e begins as 0")
+
+
+async def test_an_engine_that_is_slow_but_answers_is_waited_for(args, world):
+    async def slow(index):
+        await asyncio.sleep(0.2)
+
+    world.engine.receive_bucket = slow
+    await weight_update.update_weights(args, world.actor, world.executor, world.controller)
+    assert world.executor.version == 1
+    assert not world.engine.ended.is_set()
 
 
 async def test_a_restarted_engine_gets_the_weights_of_this_moment(args, world):

@@ -15,7 +15,7 @@ from miles.fault_tolerance.health import HealthJudge, Verdict, watch
 from miles.fault_tolerance.retry import retry
 from miles.protocols import Engine
 from miles.ray.run import Run
-from miles.ray.worker_handle import WorkerDied, WorkerHandle
+from miles.ray.worker_handle import CallTimeout, WorkerDied, WorkerHandle
 from miles.ray.worker_manager import all_or_first_error
 
 logger = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ class EngineCells:
         await asyncio.gather(*(self._run.manager.dispose_worker(cell.handle) for cell in self.living))
 
     async def each(self, cells: Sequence[EngineCell], method: str, *args: object) -> None:
-        """One control call on several engines; a passing fault is tried again, a dead engine is noted and left out."""
+        """One control call on several engines; a passing fault is tried again, a dead or silent engine is lost and left out."""
 
         async def one(cell: EngineCell) -> None:
             async def call() -> None:
@@ -141,6 +141,9 @@ class EngineCells:
                     await getattr(cell.handle, method)(*args)
                 except WorkerDied as error:
                     self.lose(cell, str(error))
+                except CallTimeout as error:
+                    logger.error("%s", error)
+                    await self._give_up(cell, str(error).partition("\n")[0])
 
             await retry(call, what=f"{method} of {cell.name}", retries=CONTROL_RETRIES, retry_on=PASSING)
 
@@ -165,6 +168,12 @@ class EngineCells:
         cell.state.change(healthy=("False", reason), serving=("False", "lost"))
         self.set_live(cell, False)
         self._end_run_if_none_works()
+
+    async def _give_up(self, cell: EngineCell, reason: str) -> None:
+        """Lose an engine that does not answer, and end its worker: it must not come back with old weights, or half of new ones."""
+        self._unwatch(cell)
+        self.lose(cell, reason)
+        await self._run.manager.end(cell.name)
 
     def _judged(self, cell: EngineCell, verdict: Verdict, reason: str) -> None:
         """Called when the verdict on an engine, or its reason, changes."""

@@ -97,10 +97,15 @@ class TrainGroup:
         version = weight_update.version_after(self.args, rollout_id)
         with tracking.timeline().span("actor", "publish", **({} if rollout_id is None else {"rollout_id": rollout_id})):
             async with self._awake():
-                await weight_update.move(self.args, self.ranks, engines, version, one_host=await self._one_host(engines))
+                await weight_update.move(
+                    self.args, self.ranks, engines, version, end_engine=self._end_engine, one_host=await self._one_host(engines)
+                )
         if rollout_id is not None:
             log_step(rollout_id)
         return version
+
+    async def _end_engine(self, engine: Engine) -> None:
+        await self._run.manager.end(cast(WorkerHandle, engine).worker_name)
 
     async def _one_host(self, engines: Sequence[Engine]) -> bool:
         """Whether these engines and all ranks are on one host."""
