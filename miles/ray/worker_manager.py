@@ -116,17 +116,6 @@ class WorkerManager:
         """Start several side by side; the first failure is raised."""
         return list(await all_or_first_error([self.start(spec) for spec in specs]))
 
-    async def load_all(self, calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-        """Await calls that load models: side by side, or in one process in turn, as transformers cannot load in two threads."""
-        if not self.in_process:
-            return await all_or_first_error(calls)
-        waiting = list(calls)
-        try:
-            return [await waiting.pop(0) for _ in calls]
-        finally:
-            for call in waiting:
-                call.close()
-
     async def restart(self, name: str) -> WorkerHandle:
         """End a worker, whatever its state, and start it anew. Handles that others hold stay good."""
         worker = self._workers[name]

@@ -12,6 +12,7 @@ from transformers.utils import logging as transformers_logging
 from miles.config.model import ModelSection
 from miles.train.micro_batches import MicroBatch
 from miles.train.output_layer import token_logprobs
+from miles.weights.loading import ONE_MODEL
 
 transformers_logging.disable_progress_bar()
 
@@ -22,18 +23,19 @@ def load_causal_lm(path: str, args: ModelSection, setting: str = "--hf-checkpoin
     Raises ValueError, naming the flag `setting`, for what cannot be loaded or not be trained exactly.
     """
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=args.trust_remote_code)
-        check_supported(config)
-        for name, value in config.to_dict().items():
-            if "dropout" in name and isinstance(value, float):
-                setattr(config, name, 0.0)
-        model = AutoModelForCausalLM.from_pretrained(
-            path,
-            config=config,
-            dtype=torch.float32,
-            attn_implementation=args.attn_implementation,
-            trust_remote_code=args.trust_remote_code,
-        )
+        with ONE_MODEL:
+            config = AutoConfig.from_pretrained(path, trust_remote_code=args.trust_remote_code)
+            check_supported(config)
+            for name, value in config.to_dict().items():
+                if "dropout" in name and isinstance(value, float):
+                    setattr(config, name, 0.0)
+            model = AutoModelForCausalLM.from_pretrained(
+                path,
+                config=config,
+                dtype=torch.float32,
+                attn_implementation=args.attn_implementation,
+                trust_remote_code=args.trust_remote_code,
+            )
     except (OSError, ValueError, ImportError) as error:
         raise ValueError(f"{setting}: {path} cannot be trained: {error}") from error
     output = model.get_output_embeddings()

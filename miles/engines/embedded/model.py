@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from miles.engines.embedded import attention
 from miles.engines.embedded.attention import Batch, attending
 from miles.engines.embedded.cache import CacheShape
+from miles.weights.loading import ONE_MODEL
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -39,15 +40,16 @@ def load_model(checkpoint: str, dtype: str, device: torch.device, *, trust_remot
     if path.is_dir() and not (path / "config.json").exists():
         raise ValueError(f"--hf-checkpoint {checkpoint}: the directory has no config.json")
     try:
-        config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
-        _check_full_attention(checkpoint, config)
-        model = AutoModelForCausalLM.from_pretrained(
-            checkpoint,
-            config=config,
-            dtype=DTYPES[dtype],
-            attn_implementation=attention.NAME,
-            trust_remote_code=trust_remote_code,
-        )
+        with ONE_MODEL:
+            config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
+            _check_full_attention(checkpoint, config)
+            model = AutoModelForCausalLM.from_pretrained(
+                checkpoint,
+                config=config,
+                dtype=DTYPES[dtype],
+                attn_implementation=attention.NAME,
+                trust_remote_code=trust_remote_code,
+            )
     except OSError as error:
         raise ValueError(f"--hf-checkpoint {checkpoint}: {error}") from error
     move(model, device)

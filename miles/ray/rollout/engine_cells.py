@@ -89,7 +89,7 @@ class EngineCells:
 
     async def init(self) -> None:
         """Bring up all, side by side. Past its limit, or on its first error, the run ends and names the log."""
-        await self._run.guard.watch(self._run.manager.load_all([self.bring_up(cell) for cell in self]))
+        await self._run.guard.watch(all_or_first_error([self.bring_up(cell) for cell in self]))
 
     async def bring_up(self, cell: EngineCell) -> None:
         """Load the model, and leave the engine watched and without weights of the run."""

@@ -27,7 +27,7 @@ async def create_training_models(args: RunConfig, rollout_executor: RemoteExecut
     run = runs.current()
     roles: list[Role] = ["actor", "critic"] if args.use_critic else ["actor"]
     groups = await run.guard.watch(all_or_first_error([_start(run, role) for role in roles]))
-    restored = await run.guard.watch(run.manager.load_all([group.init() for group in groups]))
+    restored = await run.guard.watch(all_or_first_error([group.init() for group in groups]))
     last = _agreed({f"{role}-{rank}": id for role, ids in zip(roles, restored, strict=True) for rank, id in enumerate(ids)})
     if args.start_rollout_id is None:
         args.fill(start_rollout_id=0 if last is None else last + 1)

@@ -1,6 +1,7 @@
 """Many architectures through the slots, and those that must be refused."""
 
 import asyncio
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,10 +11,12 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from miles.config.run_config import RunConfig
 from miles.engines.embedded import fitting, llama
 from miles.engines.embedded.engine import EmbeddedEngine
 from miles.engines.embedded.llama import LlamaForward
-from miles.engines.embedded.model import TransformersForward
+from miles.engines.embedded.model import TransformersForward, load_model
+from miles.train.model import load_causal_lm
 from miles.types import Completion, GenerateRequest, SamplingParams
 
 Start = Callable[..., EmbeddedEngine]
@@ -134,3 +137,23 @@ async def test_bfloat16(start: Start, tmp_path: Path) -> None:
     assert isinstance(engine._core.ready.forward, LlamaForward)
     answer = await engine.generate(ask("r", [5, 6, 7], 0))
     assert gap(model, [5, 6, 7], answer).mean() < 0.05
+
+
+def test_threads_may_load_at_once(checkpoint: str) -> None:
+    """transformers alone fails here: one thread's meta device is every thread's."""
+    start, loaded, failed = threading.Barrier(4), [], []
+
+    def load(engine: bool) -> None:
+        start.wait()
+        try:
+            loaded.append(load_model(checkpoint, "float32", torch.device("cpu")) if engine else load_causal_lm(checkpoint, RunConfig()))
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=load, args=(index % 2 == 0,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    assert len({model.get_input_embeddings().weight.sum().item() for model in loaded}) == 1
