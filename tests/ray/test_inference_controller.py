@@ -22,6 +22,8 @@ class PlainEngine:
     """An engine whose state the test sets."""
 
     made: ClassVar[list] = []
+    may_load: ClassVar[asyncio.Event | None] = None
+    loads: ClassVar[bool] = True
 
     def __init__(self, name):
         self.name, self.paused, self.version, self.calls = name, False, 0, []
@@ -30,6 +32,10 @@ class PlainEngine:
 
     async def init(self):
         self.calls.append("init")
+        if PlainEngine.may_load is not None:
+            await PlainEngine.may_load.wait()
+        if not PlainEngine.loads:
+            raise OSError("no such checkpoint")
 
     async def pause(self, mode):
         self.calls.append("pause")
@@ -62,7 +68,7 @@ class PlainEngine:
 
 @pytest.fixture
 async def world(tmp_path):
-    PlainEngine.made = []
+    PlainEngine.made, PlainEngine.may_load, PlainEngine.loads = [], None, True
     args = RunConfig(num_engines=2, health_interval=0.02, engine_stuck_timeout=5.0)
     manager = WorkerManager(str(tmp_path / "logs"))
     run = SimpleNamespace(manager=manager, guard=RunGuard())
@@ -118,7 +124,7 @@ async def hangs(mode):
 
 
 async def silent_engine_world(manager, num_engines):
-    PlainEngine.made = []
+    PlainEngine.made, PlainEngine.may_load = [], None
     args = RunConfig(num_engines=num_engines, health_interval=60.0, control_timeout=1.0)
     run = SimpleNamespace(manager=manager, guard=RunGuard())
     specs = [dataclasses.replace(spec, cls=f"{__name__}.PlainEngine", kwargs={"name": spec.name}) for spec in engine_specs(args)]
@@ -130,7 +136,7 @@ async def silent_engine_world(manager, num_engines):
 
 async def test_an_engine_that_does_not_pause_is_lost_and_the_publish_goes_on(process_manager):
     controller, handles = await silent_engine_world(process_manager, 2)
-    PlainEngine.made[0].pause = hangs
+    next(engine for engine in PlainEngine.made if engine.name == "engine-0").pause = hangs
     async with asyncio.timeout(5):
         assert await controller.start_update_weights() == handles[1:]
     reason = controller.cells()[0].condition("Healthy").reason
@@ -182,6 +188,45 @@ async def test_a_resumed_engine_serves_only_with_the_weights_of_the_run(world):
     assert paused_at_republish == [True]
     assert cell(world, 0).status.weight_version == 3
     await until(lambda: world.told == [(0, False), (0, True)])
+
+
+async def test_publishes_go_on_while_a_resumed_engine_loads(world):
+    await publish(world, 1)
+    republished = []
+
+    async def republish(engine):
+        republished.append(world.engines[-1].paused)
+        return 3
+
+    world.controller.on_resume(republish)
+    await world.controller.suspend_cell("engine-0")
+    gate = PlainEngine.may_load = asyncio.Event()
+    resuming = asyncio.ensure_future(world.controller.resume_cell("engine-0"))
+    await until(lambda: len(world.engines) == 3 and "init" in world.engines[-1].calls)
+    async with asyncio.timeout(1):
+        assert len(await world.controller.start_update_weights()) == 1
+    gate.set()
+    await until(lambda: world.engines[-1].paused)
+    assert not republished
+    await world.controller.end_update_weights(3)
+    await resuming
+    assert republished == [True]
+    assert world.engines[-1].calls == ["init", "pause", "resume"]
+    assert cell(world, 0).status.phase == "Running"
+
+
+async def test_an_engine_that_does_not_load_again_is_suspended(world):
+    await publish(world, 1)
+    await world.controller.suspend_cell("engine-0")
+    PlainEngine.loads = False
+    with pytest.raises(OSError, match="no such checkpoint"):
+        await world.controller.resume_cell("engine-0")
+    assert cell(world, 0).status.phase == "Suspended"
+    assert "did not start: no such checkpoint" in cell(world, 0).condition("Serving").reason
+    PlainEngine.loads = True
+    await world.controller.resume_cell("engine-0")
+    assert len(await world.controller.start_update_weights()) == 2
+    await world.controller.end_update_weights(2)
 
 
 async def test_a_lost_engine_is_left_out_and_the_last_one_ends_the_run(world):

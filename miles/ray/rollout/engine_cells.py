@@ -39,6 +39,8 @@ class EngineCell:
     watching: asyncio.Task[None] | None = None
     weight_version: int = 0
     problem: str = field(default="")
+    loading: bool = False  # started again, and not yet handed the run's weights
+    changing: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while it is suspended or resumed
 
     @property
     def name(self) -> str:
@@ -50,7 +52,7 @@ class EngineCell:
 
     @property
     def lives(self) -> bool:
-        return not self.state.suspend and not self.dead
+        return not self.state.suspend and not self.dead and not self.loading
 
     @property
     def works(self) -> bool:
@@ -110,6 +112,13 @@ class EngineCells:
             ),
             name=f"health of {cell.name}",
         )
+
+    async def restart(self, cell: EngineCell) -> None:
+        """Start the engine anew, and pause it at once: it must never serve the checkpoint that it loaded."""
+        await self._run.manager.restart(cell.name)
+        await self.bring_up(cell)
+        cell.judge.pause()
+        await cell.engine.pause(self.args.pause_mode)
 
     async def suspend(self, cell: EngineCell) -> None:
         """End the engine's worker."""

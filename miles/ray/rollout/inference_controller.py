@@ -24,7 +24,8 @@ Republish = Callable[[Engine], Awaitable[int]]
 class InferenceController:
     """One per run, in the driver. A `CellOwner`: each engine is a cell of the control API.
 
-    One lock serialises publishes, suspends, resumes and fault injection: a publish never meets an engine that comes or goes.
+    One lock serialises publishes, suspends, fault injection and the moment in which a resumed engine joins: a publish never meets
+    an engine that comes or goes.
     """
 
     def __init__(self, args: RunConfig, run: Run, engines: Sequence[WorkerHandle]) -> None:
@@ -174,26 +175,40 @@ class InferenceController:
     async def suspend_cell(self, name: str) -> None:
         """End one engine. Waits for a publish that is under way. Idempotent."""
         cell = self._cells[name]
-        async with self._lock:
+        async with cell.changing, self._lock:
             await self._cells.suspend(cell)
 
     async def resume_cell(self, name: str) -> None:
-        """Start a suspended engine again, give it the run's weights, let it serve. Idempotent."""
+        """Start a suspended engine again, give it the run's weights, let it serve. Idempotent.
+
+        Publishes go on without it while it loads.
+        """
         cell = self._cells[name]
-        if not cell.state.suspend:
-            return
-        cell.state.change(suspend=False, phase="Pending", healthy=("Unknown", "starting"), serving=("False", "starting"))
-        async with self._lock:
+        async with cell.changing:
+            if not cell.state.suspend:
+                return
+            cell.loading = True
+            cell.state.change(suspend=False, phase="Pending", healthy=("Unknown", "starting"), serving=("False", "starting"))
             try:
-                await self._run.manager.restart(name)
-                await self._cells.bring_up(cell)
-                await self._pause([cell])
-                if self._republish is not None:
-                    await self._serve([cell], await self._republish(cell.engine))
-                self._revived.set()
+                await self._cells.restart(cell)
+                async with self._lock:
+                    cell.loading = False
+                    await self._join(cell)
             except BaseException as error:
-                cell.state.change(suspend=True, phase="Suspended", serving=("False", f"did not start: {error}"[:500]))
+                await self._cells.suspend(cell)
+                cell.state.change(serving=("False", f"did not start: {error}"[:500]))
                 raise
+            finally:
+                cell.loading = False
+
+    async def _join(self, cell: EngineCell) -> None:
+        """A loaded and paused engine becomes one of those that live."""
+        if self._republish is not None:
+            await self._serve([cell], await self._republish(cell.engine))
+        if self._offloaded:
+            cell.judge.pause()
+            await self._cells.each([cell], "offload")
+        self._revived.set()
 
     async def inject_fault(self, name: str, kind: FaultKind) -> None:
         """Break an engine: end its process, or stop it so that it answers nothing.
