@@ -23,6 +23,7 @@ from typing import Any, cast
 from miles import plugins
 
 _MOST = 8  # calls and tasks that a report shows
+_BUILD_LIMIT = 180.0  # seconds that a call waits for the object that it is for
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class Host:
         self.name = name
         self._compute = ComputeThread(name)
         self._worker: Any = None
+        self._built = asyncio.Event()  # or could not be
         self._loop: asyncio.AbstractEventLoop | None = None
         self._running: dict[int, tuple[str, float, Any]] = {}  # method, since, its coroutine where it has one
         self._calls = 0
@@ -82,12 +84,17 @@ class Host:
     async def construct(self, cls: str, kwargs: Mapping[str, Any]) -> None:
         """Load the class and build it, on the compute thread."""
         self._loop = asyncio.get_running_loop()
-        self._worker = await self._compute.run(lambda: plugins.load(cls)(**kwargs))
+        try:
+            self._worker = await self._compute.run(lambda: plugins.load(cls)(**kwargs))
+        finally:
+            self._built.set()
 
     async def import_class(self, cls: str) -> None:
         await self._compute.run(lambda: plugins.load(cls))
 
     async def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if self._worker is None:
+            await self._wait_until_built(method)
         function = getattr(self._worker, method, None)
         if function is None:
             raise AttributeError(f"worker {self.name} ({type(self._worker).__name__}) has no method {method!r}")
@@ -101,6 +108,15 @@ class Host:
             return await self._compute.run(lambda: function(*args, **kwargs))
         finally:
             del self._running[number]
+
+    async def _wait_until_built(self, method: str) -> None:
+        """A worker that is started again can be called by others before its object is there."""
+        try:
+            await asyncio.wait_for(self._built.wait(), _BUILD_LIMIT)
+        except TimeoutError:
+            raise RuntimeError(f"{method} of worker {self.name}: it is still being constructed after {_BUILD_LIMIT:g} s") from None
+        if self._worker is None:
+            raise RuntimeError(f"{method} of worker {self.name}: it could not be constructed")
 
     def stacks(self) -> str:
         """What every thread and every asyncio task is doing, as text. May be called from any thread."""
