@@ -95,7 +95,7 @@ def engine_specs(args: RunConfig) -> list[WorkerSpec]:
     limits = dict.fromkeys(("pause", "resume", "abort", "abort_update"), Limit(args.control_timeout, "--control-timeout"))
     limits |= {
         "init": Limit(args.engine_start_timeout, "--engine-start-timeout"),
-        "generate": Limit(args.sample_timeout + _SLACK, "--sample-timeout"),
+        "generate": _longest_request(args),
         "health": Limit(args.health_timeout, "--health-timeout"),
         "dispose": Limit(args.shutdown_timeout, "--shutdown-timeout"),
     }
@@ -115,6 +115,13 @@ def engine_specs(args: RunConfig) -> list[WorkerSpec]:
         )
         for index in range(args.num_engines)
     ]
+
+
+def _longest_request(args: RunConfig) -> Limit:
+    """The rollout side limits each sample itself, and an evaluation as a whole; this is for a worker that is beyond that."""
+    if args.eval_data and args.eval_mode == "shared" and args.eval_timeout > args.sample_timeout:
+        return Limit(args.eval_timeout + _SLACK, "--eval-timeout")
+    return Limit(args.sample_timeout + _SLACK, "--sample-timeout")
 
 
 def trainer_specs(args: RunConfig, role: Role, store: Any) -> list[WorkerSpec]:

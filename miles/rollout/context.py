@@ -51,6 +51,7 @@ class RolloutContext:
     seed: int  # of the run, or of an evaluation set
     verdicts: Verdicts
     num_rollout: int  # of the whole run
+    group_limit: float | None  # seconds for one attempt at a group; None: whoever asks for it has a limit of its own
     router: RequestRouter = field(default_factory=NotConnected)
     num_engines: int = 0
     weight_version: int = 0  # of the last publish

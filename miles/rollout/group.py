@@ -60,7 +60,7 @@ async def run_group(context: RolloutContext, group: PromptGroup, seats: Sequence
         for place, (sample, seat) in enumerate(zip(group.samples, seats, strict=True))
     ]
     in_wave = not isinstance(seats[0], OpenSeat)
-    limit = context.args.sample_timeout
+    limit = context.group_limit
     try:
         await side_by_side(siblings, (PromptRefused, EngineFailed, GroupRewardError) if in_wave else (), limit)
     except LimitPassed as error:

@@ -69,6 +69,7 @@ class RolloutExecutor:
             seed=args.seed,
             verdicts=Verdicts(args, load_filter(args.group_filter), self.ledger),
             num_rollout=self._num_rollout(),
+            group_limit=args.sample_timeout,
         )
         self.context.generate = build_generate(load_generate(args.generate_function), self.context)
         self.evaluator = Evaluator(args, self.context)

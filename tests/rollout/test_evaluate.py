@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from miles.ray.wiring import engine_specs
 from miles.rollout.evaluate import pass_at, pass_at_k, set_metrics
 from miles.types import Completion, GenerateRequest, PromptGroup, Sample
 from tests.rollout.scripted_engine import ScriptedEngine
@@ -106,6 +107,20 @@ async def test_an_evaluation_that_hangs_is_ended_with_its_reason(make_args: Make
     result = await asyncio.wait_for(executor.eval(0), 5)
     assert result.reason == "a: not done within --eval-timeout 0.05 s"
     assert engine.running == 0
+
+
+async def test_an_evaluation_may_take_longer_than_a_training_sample(make_args: MakeArgs, start: Start, tmp_path: Path) -> None:
+    engine = ScriptedEngine(hold=True)
+    args = make_args(eval_data=sets(tmp_path, a=[1]), sample_timeout=0.05, group_retries=0, reward="tests.rollout.plugs.by_label")
+    executor = await start(args, engine)
+    evaluating = asyncio.ensure_future(executor.eval(0))
+    await asyncio.sleep(0.2)
+    assert engine.release_all() == 1
+    result = await asyncio.wait_for(evaluating, 5)
+    assert result.reason is None
+    assert result.metrics["eval/a/count"] == 1
+    (engine_spec,) = engine_specs(args)
+    assert engine_spec.limits["generate"] == (args.eval_timeout + 30, "--eval-timeout")
 
 
 async def test_answers_under_two_versions_are_said_to_be(make_args: MakeArgs, start: Start, tmp_path: Path) -> None:
