@@ -105,12 +105,8 @@ async def train_on(args: RunConfig, actor: Any, critic: Any, rollout_id: int, da
 
 async def save_if_due(args: RunConfig, models: list[Any], executor: Any, rollout_id: int, per_epoch: int | None) -> None:
     """Save periodically, at the end, and whenever the sentinel file asks for it."""
-    asked = False
-    if args.save_trigger_sentinel is not None:
-        # Removed before the save: a request that comes while it is written asks for the next one.
-        with suppress(FileNotFoundError):
-            Path(args.save_trigger_sentinel).unlink()  # noqa: ASYNC240 one system call
-            asked = True
+    request = claimed(args.save_trigger_sentinel)
+    asked = request is not None
     if not asked and not should_run_periodic_action(rollout_id, args.save_interval, per_epoch, args.num_rollout):
         return
     now = asked or rollout_id + 1 == args.num_rollout
@@ -121,8 +117,19 @@ async def save_if_due(args: RunConfig, models: list[Any], executor: Any, rollout
         if args.use_critic and args.offload_train:
             await model.offload()
     await executor.save(rollout_id)
-    if asked:
+    if request is not None:
+        request.unlink(missing_ok=True)
         logger.info("saved rollout %d, as %s asked", rollout_id, args.save_trigger_sentinel)
+
+
+def claimed(sentinel: str | None) -> Path | None:
+    """The request for a save, renamed until it is saved: one that comes meanwhile asks for the next save, one whose save fails stays."""
+    if sentinel is None:
+        return None
+    request = Path(f"{sentinel}.saving")
+    with suppress(FileNotFoundError):
+        Path(sentinel).replace(request)
+    return request if request.exists() else None
 
 
 def main(argv: list[str] | None = None) -> None:

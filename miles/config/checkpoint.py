@@ -17,6 +17,6 @@ class CheckpointSection(Section):
     save_hf: bool = False
     """Export a Hugging Face checkpoint beside each saved one."""
     save_trigger_sentinel: str | None = None
-    """A file whose appearance asks for a save at the end of the current rollout; removed once saved."""
+    """A file whose appearance asks for a save at the end of the current rollout; called FILE.saving until it is saved."""
     save_on_signal: bool = True
     """Save on SIGTERM and Ctrl-C, at the end of the current step."""

@@ -6,6 +6,7 @@ import signal
 import pytest
 
 import train_async
+from miles.config.run_config import RunConfig
 
 pytestmark = pytest.mark.filterwarnings("default")  # as users run it
 
@@ -90,6 +91,32 @@ def test_one_lost_engine_of_two_is_done_without(launch):
     assert run.code == 0, run.err
     assert "engine-1 is lost" in run.err
     assert [rollout for rollout, _ in run.series("train/loss")] == list(range(12))
+
+
+async def test_a_request_to_save_outlives_a_save_that_fails(tmp_path):
+    class Part:
+        fails = True
+
+        async def save_model(self, rollout_id, force_sync):
+            if self.fails:
+                raise OSError("disk full")
+            (tmp_path / "please").touch()  # another request comes meanwhile
+
+        async def save(self, rollout_id):
+            saved.append(rollout_id)
+
+    saved, part = [], Part()
+    args = RunConfig(save_trigger_sentinel=str(tmp_path / "please"), save_interval=None, num_rollout=9)
+    (tmp_path / "please").touch()
+    with pytest.raises(OSError, match="disk full"):
+        await train_async.save_if_due(args, [part], part, 0, None)
+    part.fails = False
+    await train_async.save_if_due(args, [part], part, 1, None)
+    assert saved == [1]
+    assert [path.name for path in tmp_path.iterdir()] == ["please"], "the request that came during the save"
+    (tmp_path / "please").unlink()
+    await train_async.save_if_due(args, [part], part, 2, None)
+    assert saved == [1]
 
 
 def test_an_error_in_the_driver_leaves_the_process_clean(drive, monkeypatch):
