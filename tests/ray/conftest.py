@@ -1,4 +1,6 @@
+import asyncio
 import os
+from types import SimpleNamespace
 
 import pytest
 
@@ -6,7 +8,7 @@ from miles.ray.cluster import Cluster
 from miles.ray.worker_manager import WorkerManager
 from miles.ray.worker_spec import Limit, WorkerSpec
 
-LIMITS = {"busy_here_in_compute": Limit(30.0, "--train-timeout"), "wait": Limit(1.0, "--sample-timeout")}
+LIMITS = {"busy_here_in_compute": Limit(30.0, "--train-timeout"), "wait": Limit(0.5, "--sample-timeout")}
 
 
 def plain(name, **kwargs):
@@ -47,6 +49,30 @@ async def process_manager(tmp_path):
     manager = WorkerManager(str(tmp_path / "logs"), shutdown_timeout=5.0)
     yield manager
     await manager.shutdown()
+
+
+def lend_pair(manager):
+    """Two workers for all tests that leave them as they are: starting a process takes longer than most tests."""
+    loop = asyncio.new_event_loop()
+    one, two = loop.run_until_complete(manager.start_all([plain(name, store=manager.store) for name in ("one", "two")]))
+    yield SimpleNamespace(manager=manager, one=one, two=two)
+    loop.run_until_complete(manager.shutdown())
+    loop.close()
+
+
+@pytest.fixture(scope="session")
+def ray_pair(local_ray, tmp_path_factory):
+    yield from lend_pair(WorkerManager(str(tmp_path_factory.mktemp("logs")), shutdown_timeout=5.0, cluster=Lent(local_ray)))
+
+
+@pytest.fixture(scope="session")
+def process_pair(tmp_path_factory):
+    yield from lend_pair(WorkerManager(str(tmp_path_factory.mktemp("logs")), shutdown_timeout=5.0))
+
+
+@pytest.fixture(params=["ray", "in_process"])
+def pair(request):
+    return request.getfixturevalue("ray_pair" if request.param == "ray" else "process_pair")
 
 
 @pytest.fixture(params=["ray", "in_process"])

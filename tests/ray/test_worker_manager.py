@@ -14,33 +14,32 @@ from tests.ray.conftest import plain
 from tests.ray.plain_workers import UserError
 
 
-async def test_calls_reach_one_compute_thread_and_workers_reach_each_other(manager):
-    one, two = await manager.start_all([plain("one"), plain("two")])
-    pid, on_its_thread, threads = await one.where()
+async def test_calls_reach_one_compute_thread_and_workers_reach_each_other(pair):
+    pid, on_its_thread, threads = await pair.one.where()
     assert on_its_thread
-    assert (pid == os.getpid()) == manager.in_process
-    assert manager.in_process or threads == "1"
-    assert await two.ask(one, "quick") == "quick"
+    assert (pid == os.getpid()) == pair.manager.in_process
+    assert pair.manager.in_process or threads == "1"
+    assert await pair.two.ask(pair.one, "quick") == "quick"
 
 
-async def test_async_calls_and_stacks_answer_while_it_computes(manager):
-    worker = await manager.start(plain("busy"))
-    computing = asyncio.ensure_future(worker.busy_here_in_compute(1.5))
-    await asyncio.sleep(0.3)
+async def test_async_calls_and_stacks_answer_while_it_computes(pair):
+    worker = pair.one
+    computing = asyncio.ensure_future(worker.busy_here_in_compute(1.2))
+    await asyncio.sleep(0.2)
     since = time.monotonic()
     assert await worker.quick() == "quick"
     stacks = await worker.worker_stacks()
     assert time.monotonic() - since < 1.0
     assert "busy_here_in_compute for 0." in stacks
     assert "time.sleep(seconds)" in stacks
-    assert await computing == 1.5
+    assert await computing == 1.2
 
 
-async def test_an_error_keeps_its_type_and_brings_its_traceback_last(manager):
-    worker = await manager.start(plain("one"))
+async def test_an_error_keeps_its_type_and_brings_its_traceback_last(pair):
+    worker = pair.one
     with pytest.raises(UserError, match="out of cheese") as caught:
         await worker.fail("out of cheese")
-    if not manager.in_process:
+    if not pair.manager.in_process:
         note = caught.value.__notes__[-1]
         assert note.rstrip().endswith("UserError: out of cheese")
         assert "raise UserError(text)" in note
@@ -48,8 +47,8 @@ async def test_an_error_keeps_its_type_and_brings_its_traceback_last(manager):
         assert "about to fail" in Path(worker.worker_log).read_text()
 
 
-async def test_an_error_that_cannot_travel_and_an_exit_still_arrive(ray_manager):
-    worker = await ray_manager.start(plain("one"))
+async def test_an_error_that_cannot_travel_and_an_exit_still_arrive(ray_pair):
+    worker = ray_pair.one
     with pytest.raises(RuntimeError, match="Untravelling: 1/2"):
         await worker.fail_badly()
     with pytest.raises(RuntimeError, match="SystemExit: enough"):
@@ -61,15 +60,16 @@ async def test_an_error_that_cannot_travel_and_an_exit_still_arrive(ray_manager)
 async def test_a_constructor_that_raises_leaves_nothing(manager):
     with pytest.raises(UserError, match="no such greeting"):
         await manager.start(plain("one", greeting="raise"))
-    with pytest.raises(ValueError, match="no module"):
-        await manager.start(dataclasses.replace(plain("one"), cls="tests.ray.nowhere.Plain"))
+    if manager.in_process:
+        with pytest.raises(ValueError, match="no module"):
+            await manager.start(dataclasses.replace(plain("one"), cls="tests.ray.nowhere.Plain"))
     worker = await manager.start(plain("one"))
     assert await worker.quick() == "quick"
 
 
 async def test_a_dead_worker_names_its_log_and_its_last_words(ray_manager):
     worker = await ray_manager.start(plain("mortal"))
-    waiting = asyncio.ensure_future(worker.wait(0.9))
+    waiting = asyncio.ensure_future(worker.wait(0.4))
     with pytest.raises(WorkerDied, match="last words") as caught:
         await worker.die()
     assert caught.value.name == "mortal"
@@ -78,9 +78,6 @@ async def test_a_dead_worker_names_its_log_and_its_last_words(ray_manager):
         await waiting
     with pytest.raises(WorkerDied):
         await worker.quick()
-    other = await ray_manager.start(plain("other"))
-    with pytest.raises(WorkerDied, match="mortal"):
-        await other.ask(worker, "quick")
 
 
 async def test_handles_stay_good_after_a_restart(manager):
@@ -94,16 +91,16 @@ async def test_handles_stay_good_after_a_restart(manager):
     assert await other.ask(worker, "quick") == "quick"
 
 
-async def test_a_call_past_its_limit_says_who_waits_for_what(manager):
-    worker = await manager.start(plain("slow"))
-    with pytest.raises(CallTimeout, match=r"the driver waited 1 s \(--sample-timeout\) for wait of worker slow") as caught:
+async def test_a_call_past_its_limit_says_who_waits_for_what(pair):
+    worker = pair.two
+    with pytest.raises(CallTimeout, match=r"the driver waited 0\.5 s \(--sample-timeout\) for wait of worker two") as caught:
         await worker.wait(100)
     assert "asyncio.sleep(seconds)" in str(caught.value)
     assert await worker.quick() == "quick"
 
 
-async def test_a_cancelled_call_is_cancelled_in_the_worker(manager):
-    worker = await manager.start(plain("one"))
+async def test_a_cancelled_call_is_cancelled_in_the_worker(pair):
+    worker = pair.one
     call = asyncio.ensure_future(worker.wait(100))
     await asyncio.sleep(0.2)
     call.cancel()
@@ -116,12 +113,12 @@ async def test_a_cancelled_call_is_cancelled_in_the_worker(manager):
     assert "no call running" in await worker.worker_stacks()
 
 
-async def test_arrays_travel_through_the_store_read_only_and_are_freed(manager):
-    one, two = await manager.start_all([plain("one", store=manager.store), plain("two", store=manager.store)])
-    ref = await one.put(1000)
+async def test_arrays_travel_through_the_store_read_only_and_are_freed(pair):
+    manager = pair.manager
+    ref = await pair.one.put(1000)
     manager.store.adopt([ref])
     assert manager.store.count() == 1
-    total, writeable = await two.total(ref)
+    total, writeable = await pair.two.total(ref)
     assert total == 499500.0
     assert not writeable
     manager.store.free([ref])
