@@ -8,13 +8,13 @@ import os
 import shutil
 import sys
 import sysconfig
-import tempfile
 from pathlib import Path
 
 import psutil
 import ray
 
 from miles.ray import processes
+from miles.ray.temp_folders import TempFolder, remove_stale
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class Cluster:
         """`address` as given by the user, None to start a local Ray with room for `cpus_needed`."""
         self.address = address or os.environ.get("RAY_ADDRESS")
         self.namespace = f"miles-{os.getpid()}-{os.urandom(4).hex()}"
-        self._temp_dir: str | None = None
+        self._temp: TempFolder | None = None
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
         os.environ.setdefault("RAY_worker_niceness", "0")  # not behind everything else that runs on a shared machine
@@ -50,8 +50,8 @@ class Cluster:
         cpus, wanted = os.cpu_count() or 1, math.ceil(cpus_needed)
         if wanted > cpus:
             logger.warning("the workers ask for %d CPUs and this machine has %d: they will share", wanted, cpus)
-        # Short, because Unix sockets live in it and their paths may have 107 bytes.
-        self._temp_dir = tempfile.mkdtemp(prefix="miles-", dir="/tmp")
+        remove_stale()
+        self._temp = TempFolder()
         ray.init(
             namespace=self.namespace,
             num_cpus=max(cpus, wanted),
@@ -59,7 +59,7 @@ class Cluster:
             log_to_driver=False,
             logging_level=logging.ERROR,
             object_store_memory=_store_bytes(),
-            _temp_dir=self._temp_dir,
+            _temp_dir=self._temp.path,
             # Workers have environments of their own, so processes started ahead would never be used.
             _system_config={"prestart_worker_first_driver": False, "enable_worker_prestart": False},
         )
@@ -73,13 +73,13 @@ class Cluster:
 
     def leave(self) -> None:
         """Disconnect; a local Ray is ended, with every process that came with it. Idempotent."""
-        ours = processes.descendants() if self._temp_dir else []
+        ours = processes.descendants() if self._temp else []
         ray.shutdown()
-        if self._temp_dir:
+        if self._temp:
             for name in processes.end(ours):
                 logger.debug("ended a process that outlived Ray: %s", name)
-            shutil.rmtree(self._temp_dir, ignore_errors=True)
-            self._temp_dir = None
+            self._temp.remove()
+            self._temp = None
 
 
 def _store_bytes() -> int:
