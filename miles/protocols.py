@@ -94,6 +94,10 @@ class GroupFilter(Protocol):
         ...
 
 
+class ProcessGone(RuntimeError):
+    """The process behind one of these sockets has ended. Nothing comes of it until it is started again."""
+
+
 class Engine(Protocol):
     """One inference engine: one cell of the controller, one worker. Everything is async; nothing blocks the loop."""
 

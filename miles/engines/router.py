@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from miles.protocols import Engine
+from miles.protocols import Engine, ProcessGone
 from miles.types import Completion, FinishReason, GenerateRequest
 
 logger = logging.getLogger(__name__)
@@ -53,17 +53,20 @@ class Router:
         engines: in the order of their indices.
         max_running: requests inside one engine at once.
         retries: times that a request is sent to another engine after one failed under it.
+        patience: seconds that a request waits for a live engine while there is none.
     """
 
-    def __init__(self, engines: Sequence[Engine], max_running: int = 256, retries: int = 2) -> None:
+    def __init__(self, engines: Sequence[Engine], max_running: int = 256, retries: int = 2, patience: float = 0.0) -> None:
         if not engines:
             raise ValueError("a router needs at least one engine")
         self._places = [_Place(engine) for engine in engines]
         self._max_running = max_running
         self._retries = retries
+        self._patience = patience
         self._homes: OrderedDict[str, int] = OrderedDict()  # affinity -> engine index
         self._sent: dict[str, int] = {}  # request id -> engine index
-        self._changed = asyncio.Event()
+        self._revived = asyncio.Event()  # cleared by the first that waits for an engine
+        self._revived.set()
 
     @property
     def num_engines(self) -> int:
@@ -83,6 +86,24 @@ class Router:
     def mark(self, index: int, *, live: bool) -> None:
         """Told by whoever watches the engines: an engine that is not live gets nothing new; what it has is left to it."""
         self._places[index].live = live
+        if live:
+            self._revived.set()
+
+    async def ready(self) -> None:
+        """Wait until an engine is live: one that was lost may be started again.
+
+        Raises:
+            NoEngineError: none was within `patience`.
+        """
+        if self.live:
+            return
+        if self._revived.is_set() and self._patience > 0:
+            logger.warning("no engine is live: waiting up to %g s for one to be started again", self._patience)
+        self._revived.clear()
+        try:
+            await asyncio.wait_for(self._revived.wait(), self._patience)
+        except TimeoutError:
+            raise NoEngineError(f"no engine is live, and none came back within {self._patience:g} s") from None
 
     def in_flight(self) -> dict[str, int]:
         """Request id -> index of the engine that has it."""
@@ -96,7 +117,7 @@ class Router:
 
         Raises:
             ValueError: the request can never work; it is not tried elsewhere.
-            NoEngineError: no live engine is left.
+            NoEngineError: no live engine is left, and none came back.
             RuntimeError, OSError: what the last engine failed with, once the retries are used up.
         """
         assert engine_index is not None or request.wave is None, "who sends a wave chooses the engines"
@@ -104,6 +125,7 @@ class Router:
             return await self._send(engine_index, request)
         tried: list[int] = []
         while True:
+            await self.ready()
             index = self._choose(request.affinity, tried)
             try:
                 return await self._send(index, request)
@@ -170,6 +192,9 @@ class Router:
             completion = await place.engine.generate(request)
             place.failures = 0
             return completion
+        except ProcessGone:
+            place.live = False  # before whoever watches it notices; that it is back is told by `mark`
+            raise
         finally:
             del self._sent[request_id]
             self._leave(place)

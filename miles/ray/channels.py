@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import OutOfMemoryError, RayError, RayTaskError, TaskCancelledError
 
 from miles.ray.host import Host, from_failure
-from miles.ray.worker_handle import WorkerDied
+from miles.ray.worker_handle import WorkerDied, WorkerRestarted
 from miles.ray.worker_process import free_port
 
 
@@ -56,12 +56,9 @@ class RayChannel:
             await self._ask("signal_itself", signum)
 
     async def _ask(self, verb: str, *args: Any) -> Any:
-        try:
-            if self._actor is None:
-                self._actor = ray.get_actor(self._name, self._namespace)
-            actor = self._actor
-        except ValueError:
-            raise WorkerDied(self._name, self._log_path, "its process has ended") from None
+        actor = self._actor = self._actor or self._find()
+        if actor is None:
+            raise WorkerDied(self._name, self._log_path, "its process has ended")
         ref = getattr(actor, verb).remote(*args)
         try:
             return await ref
@@ -77,7 +74,17 @@ class RayChannel:
         except RayError as error:
             if self._actor is actor:
                 self._actor = None
+            successor = self._find()
+            if successor is not None and successor._actor_id != actor._actor_id:
+                self._actor = successor
+                raise WorkerRestarted(f"{verb} of worker {self._name}: it was started again meanwhile") from None
             raise WorkerDied(self._name, self._log_path, _cause(error)) from None
+
+    def _find(self) -> Any:
+        try:
+            return ray.get_actor(self._name, self._namespace)
+        except ValueError:
+            return None
 
 
 class ProcessChannel:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from miles.protocols import ProcessGone
 from miles.ray.worker_spec import Limit
 
 _LAST_LINES = 25
@@ -23,7 +24,7 @@ def set_process_name(name: str) -> None:
     _here = name
 
 
-class WorkerDied(RuntimeError):
+class WorkerDied(ProcessGone):
     """A worker's process is gone. The message names its log and ends with the log's last lines."""
 
     def __init__(self, name: str, log_path: str, cause: str) -> None:
@@ -33,6 +34,10 @@ class WorkerDied(RuntimeError):
 
     def __str__(self) -> str:
         return f"worker {self.name} died: {self.cause}\nIts log is {self.log_path}; the last lines:\n{self.last_lines}"
+
+
+class WorkerRestarted(RuntimeError):
+    """A call went to a process that had ended, or ended under it; the worker has been started again since."""
 
 
 class CallTimeout(TimeoutError):

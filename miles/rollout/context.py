@@ -18,6 +18,10 @@ class RequestRouter(Protocol):
 
     async def generate(self, request: GenerateRequest, engine_index: int | None = None) -> Completion: ...
 
+    async def ready(self) -> None:
+        """Waits until there is an engine that could serve; raises once that takes too long."""
+        ...
+
     def engine_for(self, position: int) -> int: ...
 
 
@@ -25,6 +29,9 @@ class NotConnected:
     """The router before there are engines."""
 
     async def generate(self, request: GenerateRequest, engine_index: int | None = None) -> Completion:
+        raise AssertionError("init(engines) comes first")
+
+    async def ready(self) -> None:
         raise AssertionError("init(engines) comes first")
 
     def engine_for(self, position: int) -> int:

@@ -84,7 +84,8 @@ class RolloutExecutor:
         """Called once the engines are there; they may be stopped and started again behind their handles."""
         if not engines:
             raise ValueError("--num-engines: the rollout side needs at least one engine")
-        self.router = Router(engines, max_running=2 * self.args.engine_max_running)
+        restart = self.args.worker_start_timeout + self.args.engine_start_timeout
+        self.router = Router(engines, max_running=2 * self.args.engine_max_running, patience=restart)
         for context in (self.context, self.evaluator.context):
             context.router, context.num_engines = self.router, len(engines)
         self.rollout_fn = self.make_rollout_fn(self.args, self.context)

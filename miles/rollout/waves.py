@@ -16,8 +16,9 @@ from miles.types import Completion, GenerateRequest, PromptGroup, Wave
 async def run_wave(context: RolloutContext, name: str, groups: Sequence[PromptGroup]) -> list[GroupFailed | None]:
     """Fill and score `groups` in lockstep. Returns each group's failure, or None where it succeeded.
 
-    `name` is unique in the run; it names the waves and requests.
+    `name` is unique in the run; it names the waves and requests. While no engine lives, it waits for one.
     """
+    await context.router.ready()
     table = WaveTable(name, context.router, patience=context.args.sample_timeout / 4)
     seats = [[table.seat(position, place) for place in range(len(group.samples))] for position, group in enumerate(groups)]
     failures: list[GroupFailed | None] = [None] * len(groups)
@@ -102,7 +103,12 @@ class WaveTable:
         self.waves += 1
         by_engine: dict[int, list[tuple[GenerateRequest, asyncio.Future[Ticket]]]] = {}
         for place in sorted(asking):
-            by_engine.setdefault(self.router.engine_for(place[0]), []).extend(entry for entry in asking[place] if not entry[1].done())
+            waiting = [entry for entry in asking[place] if not entry[1].done()]
+            try:
+                by_engine.setdefault(self.router.engine_for(place[0]), []).extend(waiting)
+            except RuntimeError as error:  # the last engine is gone: everybody hears of it, whoever's request made the wave complete
+                for _, go in waiting:
+                    go.set_exception(error)
         for engine, mine in by_engine.items():
             for order, (request, go) in enumerate(mine):
                 go.set_result(Ticket(replace(request, wave=Wave(wave_id, len(mine), order)), engine))

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from miles.engines.router import NoEngineError, Router
+from miles.protocols import ProcessGone
 from miles.types import Completion, FinishReason, GenerateRequest, SamplingParams, Wave
 
 
@@ -169,6 +170,32 @@ async def test_engines_that_are_not_live_get_nothing(engines: list[Scripted]) ->
         router.engine_for(0)
     assert await router.abort() == 3
     await asyncio.gather(*tasks)
+
+
+async def test_without_a_live_engine_requests_wait_for_one(engines: list[Scripted]) -> None:
+    router = Router(engines[:1], patience=5.0)
+    engines[0].error = ProcessGone("killed")
+    with pytest.raises(ProcessGone):
+        await router.generate(ask("a"))
+    assert router.live == [], "nobody had to notice it first"
+    engines[0].error = None
+    tasks = await send(router, ask("b"), ask("c"))
+    waiting = asyncio.create_task(router.ready())
+    await settled()
+    assert engines[0].seen == ["a"]
+    router.mark(0, live=True)
+    await waiting
+    await settled()
+    assert engines[0].seen == ["a", "b", "c"]
+    assert await router.abort() == 2
+    await asyncio.gather(*tasks)
+
+
+async def test_the_wait_for_an_engine_ends(engines: list[Scripted]) -> None:
+    router = Router(engines[:1], patience=0.05)
+    router.mark(0, live=False)
+    with pytest.raises(NoEngineError, match=r"none came back within 0\.05 s"):
+        await router.generate(ask("a"))
 
 
 async def test_a_wave_goes_where_its_sender_says_and_is_never_held_back_or_retried(engines: list[Scripted]) -> None:

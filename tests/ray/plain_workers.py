@@ -66,6 +66,12 @@ class Plain:
     async def ask(self, other, method, *args):
         return await getattr(other, method)(*args)
 
+    async def keep(self, other):
+        self.kept = other
+
+    async def ask_kept(self, method):
+        return await getattr(self.kept, method)()
+
     def spawn(self):
         import subprocess
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from miles.ray.worker_handle import CallTimeout, WorkerDied
+from miles.ray.worker_handle import CallTimeout, WorkerDied, WorkerRestarted
 from tests.ray.conftest import plain
 from tests.ray.plain_workers import UserError
 
@@ -88,7 +88,13 @@ async def test_handles_stay_good_after_a_restart(manager):
         await other.ask(worker, "quick")
     await manager.restart("one")
     assert await worker.quick() == "quick"
-    assert await other.ask(worker, "quick") == "quick"
+    await other.keep(worker)
+    assert await other.ask_kept("quick") == "quick"
+    await manager.restart("one")
+    if not manager.in_process:  # the other knew the old process only
+        with pytest.raises(WorkerRestarted, match="started again meanwhile"):
+            await other.ask_kept("quick")
+    assert await other.ask_kept("quick") == "quick"
 
 
 async def test_a_call_past_its_limit_says_who_waits_for_what(pair):

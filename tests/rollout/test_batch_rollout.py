@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from miles.protocols import ProcessGone
 from miles.tracking.ledger import balance, read
 from miles.types import Completion, GenerateRequest, TrainShare
 from tests.rollout.scripted_engine import ScriptedEngine, complete
@@ -177,6 +178,23 @@ async def test_a_failing_engine_is_asked_again_with_other_seeds_and_then_given_u
     if not fully_async:
         assert ref.metrics["rollout/groups_dropped/engine"] == 1
         assert ref.metrics["rollout/groups_retried"] == 2
+
+
+@pytest.mark.parametrize("fully_async", [False, True])
+async def test_while_no_engine_lives_groups_wait_and_use_up_no_retries(make_args: MakeArgs, start: Start, fully_async: bool) -> None:
+    gone = True
+    engine = ScriptedEngine(lambda request: ProcessGone("killed") if gone else None)
+    executor = await start(make_args(rollout_batch_size=3, group_retries=1, fully_async=fully_async), engine)
+    getting = asyncio.ensure_future(executor.get(0))
+    await until(lambda: not executor.router.live)
+    for _ in range(500):
+        await asyncio.sleep(0)
+    assert not getting.done()
+    gone = False
+    await executor.set_engine_live(0, True)
+    ref = await asyncio.wait_for(getting, 5)
+    assert ref.metrics.get("rollout/groups_dropped/engine", 0) == 0
+    assert fully_async or ref.group_indices == [0, 1, 2]
 
 
 @pytest.mark.parametrize("fully_async", [False, True])
