@@ -20,7 +20,7 @@ check: install
 	@scripts/check
 
 test: check
-	@.venv/bin/python -m pytest -q
+	@OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -n 2 --dist loadfile
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
