@@ -42,6 +42,7 @@ class RunGuard:
         self._fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._on_signal: Callable[[], Awaitable[str]] | None = None
         self._old_hook: Callable[..., object] | None = None
+        self._old_handlers: dict[signal.Signals, Any] = {}
         self._ending: asyncio.Task[None] | None = None
         self.signum: int | None = None
 
@@ -77,6 +78,7 @@ class RunGuard:
         self._on_signal = on_signal
         loop = asyncio.get_running_loop()
         for signum in _SIGNALS:
+            self._old_handlers[signum] = signal.getsignal(signum)
             loop.add_signal_handler(signum, self._signalled, signum)
         self._old_hook = sys.excepthook
         sys.excepthook = tell
@@ -89,6 +91,9 @@ class RunGuard:
         loop = asyncio.get_running_loop()
         for signum in _SIGNALS:
             loop.remove_signal_handler(signum)
+            # asyncio leaves the default action; who called the run may have had a handler of its own (None: not set from Python)
+            if (before := self._old_handlers[signum]) is not None:
+                signal.signal(signum, before)
         if not self._fatal.done() and self._old_hook is not None and sys.exc_info()[0] is None:
             sys.excepthook = self._old_hook
 

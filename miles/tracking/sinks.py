@@ -161,6 +161,7 @@ class Background:
     def __init__(self, name: str, make: Callable[[], TrackingSink]) -> None:
         self.name = name
         self.alive = True
+        self._switch = threading.Lock()
         self._lines: queue.Queue[tuple[dict[str, float], int, int] | None] = queue.Queue(QUEUE_LINES)
         self._thread = threading.Thread(target=self._work, args=(make,), name=f"tracker-{name}", daemon=True)
         self._thread.start()
@@ -195,9 +196,10 @@ class Background:
             self._switch_off(f"{type(error).__name__}: {error}{hint}")
 
     def _switch_off(self, reason: str) -> None:
-        if self.alive:
-            self.alive = False
-            logger.warning("tracker %s is switched off, metrics.jsonl goes on: %s", self.name, reason)
+        with self._switch:
+            if self.alive:  # said before it counts: finish returns at once for a tracker that is off
+                logger.warning("tracker %s is switched off, metrics.jsonl goes on: %s", self.name, reason)
+                self.alive = False
 
 
 class Sinks:

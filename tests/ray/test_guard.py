@@ -57,6 +57,22 @@ async def test_a_signal_saves_then_ends():
         sys.excepthook = hook
 
 
+async def test_the_handlers_from_before_the_run_come_back():
+    guard, hook, old = RunGuard(), sys.excepthook, signal.getsignal(signal.SIGTERM)
+
+    def own(signum, frame):
+        raise AssertionError("not sent here")
+
+    signal.signal(signal.SIGTERM, own)
+    try:
+        guard.install(asyncio.Event().wait)
+        guard.restore()
+        assert signal.getsignal(signal.SIGTERM) is own
+    finally:
+        signal.signal(signal.SIGTERM, old)
+        sys.excepthook = hook
+
+
 async def test_a_second_signal_does_not_wait_for_the_save():
     guard = RunGuard()
     hook = sys.excepthook
