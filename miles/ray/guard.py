@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import signal
 import sys
 import traceback
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
+
+from miles.rewards.reward import RewardError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+HOUSE = Path(__file__).parents[1]
+WORKER_NOTE = "\nIn worker "
+"""How the note begins with which an exception brings a worker's own traceback along."""
 
 
 class EndOfRun(BaseException):
@@ -118,10 +126,29 @@ class RunGuard:
 
 
 def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """sys.excepthook of a run: an end that is no fault is one line, and has its own exit code."""
+    """sys.excepthook of a run.
+
+    An end that is no fault is one line, and has its own exit code. So is a ValueError that the house raised itself: it names
+    the flag, file or row that is wrong, and frames would only bury it; and the failure of a reward, whose message holds the
+    user's traceback. Any other fault of a worker ends with the worker's own traceback; the driver's frames, which only waited
+    for it, are left out. --log-level debug shows all of them.
+    """
     if isinstance(error, EndOfRun):
         print(f"miles: {error}", file=sys.stderr, flush=True)
         # An exit raised by the hook becomes the interpreter's exit code.
         raise SystemExit(error.exit_code)
-    traceback.print_exception(kind, error, trace)
-    sys.stderr.flush()
+    everything = "".join(traceback.format_exception(kind, error, trace))
+    from_worker = next((note for note in getattr(error, "__notes__", ()) if note.startswith(WORKER_NOTE)), "")
+    if logger.isEnabledFor(logging.DEBUG):
+        text = everything
+    elif isinstance(error, RewardError) or (isinstance(error, ValueError) and _raised_by_the_house(from_worker or everything)):
+        text = f"miles: {error}"
+    else:
+        text = from_worker or everything
+    print(text.strip(), file=sys.stderr, flush=True)
+
+
+def _raised_by_the_house(text: str) -> bool:
+    """Whether the innermost frame of a printed traceback lies in this package, and not in a library or the user's code."""
+    files = re.findall(r'^ *File "([^"]+)", line', text, flags=re.MULTILINE)
+    return bool(files) and Path(files[-1]).is_relative_to(HOUSE)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from miles import plugins
+from miles.ray.guard import WORKER_NOTE
 
 _MOST = 8  # calls and tasks that a report shows
 _BUILD_LIMIT = 180.0  # seconds that a call waits for the object that it is for
@@ -176,7 +177,7 @@ def from_failure(failure: Failure, worker: str, log_path: str) -> BaseException:
         error = _stand_in(failure)
     if isinstance(error, SystemExit | KeyboardInterrupt | asyncio.CancelledError | GeneratorExit):
         error = _stand_in(failure)
-    error.__notes__ = [f"\nIn worker {worker} (log: {log_path}):\n\n{failure.traceback.rstrip()}"]
+    error.__notes__ = [f"{WORKER_NOTE}{worker} (log: {log_path}):\n\n{failure.traceback.rstrip()}"]
     return error
 
 

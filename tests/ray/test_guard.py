@@ -4,10 +4,13 @@ import asyncio
 import os
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 
-from miles.ray.guard import EndOfRun, Interrupted, RunGuard, tell
+from miles.plugins import load
+from miles.ray.guard import HOUSE, WORKER_NOTE, EndOfRun, Interrupted, RunGuard, tell
+from miles.rewards.reward import RewardError
 
 
 async def test_whoever_waits_raises_the_first_failure():
@@ -95,8 +98,44 @@ def test_an_end_that_is_no_fault_is_one_line_and_has_its_code(capsys):
     assert capsys.readouterr().err == "miles: nothing to do\n"
 
 
-def test_a_fault_ends_with_the_workers_own_traceback(capsys):
-    error = ValueError("mine")
-    error.__notes__ = ["\nIn worker executor:\n\nTraceback ...\nValueError: mine"]
-    tell(ValueError, error, None)
-    assert capsys.readouterr().err.rstrip().endswith("ValueError: mine")
+def told(error: BaseException, capsys) -> str:
+    try:
+        raise error
+    except BaseException as caught:
+        tell(type(caught), caught, caught.__traceback__)
+    return capsys.readouterr().err
+
+
+def from_worker(error: BaseException, file: Path | str) -> BaseException:
+    trace = f'Traceback (most recent call last):\n  File "{file}", line 1, in innermost\n{type(error).__name__}: {error}'
+    error.__notes__ = [f"{WORKER_NOTE}executor (log: somewhere):\n\n{trace}"]
+    return error
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), RuntimeError("mine")])
+def test_a_fault_in_a_users_function_is_its_own_traceback_alone(capsys, error):
+    text = told(from_worker(error, "/home/me/my_rewards.py"), capsys)
+    assert text.startswith("In worker executor")
+    assert text.endswith(f'File "/home/me/my_rewards.py", line 1, in innermost\n{type(error).__name__}: mine\n')
+    assert "test_guard.py" not in text
+
+
+def test_what_the_house_refuses_is_one_line(capsys):
+    assert told(from_worker(ValueError("data.jsonl, line 2: no prompt"), HOUSE / "data" / "dataset.py"), capsys) == (
+        "miles: data.jsonl, line 2: no prompt\n"
+    )
+    with pytest.raises(ValueError) as caught:
+        load("nonsense", setting="--reward")
+    tell(ValueError, caught.value, caught.value.__traceback__)
+    assert capsys.readouterr().err.startswith("miles: --reward: 'nonsense' is neither built in")
+
+
+def test_a_failed_reward_ends_with_the_users_line_and_nothing_else(capsys):
+    report = 'reward failed\n\nTraceback (most recent call last):\n  File "my.py", line 2, in bad\nKeyError: 4'
+    assert told(from_worker(RewardError(report), HOUSE / "rewards" / "reward.py"), capsys) == f"miles: {report}\n"
+
+
+def test_a_fault_of_the_house_keeps_its_traceback(capsys):
+    text = told(from_worker(KeyError("lost"), HOUSE / "data" / "dataset.py"), capsys)
+    assert "dataset.py" in text
+    assert text.rstrip().endswith("KeyError: 'lost'")
