@@ -9,6 +9,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -86,7 +87,7 @@ class RunGuard:
         self._on_signal = on_signal
         loop = asyncio.get_running_loop()
         for signum in _SIGNALS:
-            self._old_handlers[signum] = signal.getsignal(signum)
+            self._old_handlers[signum] = _handler_beyond_the_loop(signum)
             loop.add_signal_handler(signum, self._signalled, signum)
         self._old_hook = sys.excepthook
         sys.excepthook = tell
@@ -123,6 +124,13 @@ class RunGuard:
             logger.exception("could not save on the signal")
             saved = f"; saving failed: {error}"
         self.fail(Interrupted(signum, saved))
+
+
+def _handler_beyond_the_loop(signum: signal.Signals) -> Any:
+    """The handler now in force; for asyncio.run's own, which dies with its loop, the one that it stands in for."""
+    handler = signal.getsignal(signum)
+    owner = getattr(handler.func, "__self__", None) if isinstance(handler, partial) else None
+    return signal.default_int_handler if isinstance(owner, asyncio.Runner) else handler
 
 
 def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -76,6 +76,29 @@ async def test_the_handlers_from_before_the_run_come_back():
         sys.excepthook = hook
 
 
+def test_a_guard_that_outlives_its_loop_leaves_the_default_action():
+    async def leave_open() -> RunGuard:
+        guard = RunGuard()
+        guard.install(asyncio.Event().wait)
+        asyncio.get_running_loop().create_task(closing(guard))
+        await asyncio.sleep(0)
+        return guard
+
+    async def closing(guard: RunGuard) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:  # cancelled by asyncio.run once its own handler is gone
+            guard.restore()
+
+    hook, before = sys.excepthook, signal.getsignal(signal.SIGINT)
+    try:
+        asyncio.run(leave_open())
+        assert signal.getsignal(signal.SIGINT) is before
+    finally:
+        signal.signal(signal.SIGINT, before)
+        sys.excepthook = hook
+
+
 async def test_a_second_signal_does_not_wait_for_the_save():
     guard = RunGuard()
     hook = sys.excepthook
