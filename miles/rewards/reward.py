@@ -12,6 +12,7 @@ from typing import Any
 
 from miles.config.reward import RewardSection
 from miles.plugins import load
+from miles.rewards.daemon_thread import DaemonThreads
 from miles.rewards.pool import FunctionError, LimitError, PoolSpec, RewardPool, WorkerDiedError
 from miles.types import PromptGroup, Sample
 
@@ -57,6 +58,7 @@ class RewardScorer:
         called = self._function.__call__ if is_class or not inspect.isroutine(self._function) else self._function
         self._is_async = inspect.iscoroutinefunction(called)
         self._pool: RewardPool | None = None
+        self._threads = DaemonThreads()
         if not self._is_async and args.reward_workers:
             self._pool = RewardPool(PoolSpec(path, args, self._timeout, args.reward_memory_gb), args.reward_workers)
         elif is_class:
@@ -103,7 +105,7 @@ class RewardScorer:
 
     async def _contained(self, sample: Sample) -> Any:
         try:
-            return await (self._function(sample) if self._is_async else asyncio.to_thread(self._function, sample))
+            return await (self._function(sample) if self._is_async else self._threads.run(self._function, sample))
         except SystemExit as error:  # would end the event loop, and with it everybody's work
             raise RuntimeError(f"the reward called for an exit: SystemExit: {error}") from error
 

@@ -1,11 +1,16 @@
 """Plugs for the runs: rewards that go wrong, an evaluator."""
 
 import os
+import threading
 from pathlib import Path
 
 
 def raises(sample):
     raise RuntimeError(f"the judge is out of its mind about {sample.label!r}")
+
+
+def hangs(sample):
+    threading.Event().wait()
 
 
 def dies(sample):

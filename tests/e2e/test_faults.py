@@ -24,6 +24,14 @@ def test_the_same_in_one_process(drive):
         drive("reward", "--reward", "tests.e2e.faulty.raises")
 
 
+@pytest.mark.case("C51")
+def test_a_reward_that_hangs_in_this_process_keeps_nobody(launch):
+    flags = ("--in-process", "--reward-workers", 0, "--reward-timeout", 1)
+    run = launch("hangs", "--reward", "tests.e2e.faulty.hangs", *flags).end(limit=120)
+    assert run.code == 1
+    assert "took longer than --reward-timeout 1 s" in run.err
+
+
 def test_missing_parts_are_said_at_once(drive, tmp_path):
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "broken.jsonl").write_text('{"prompt": "1 + 1"}\n{"prompt": \n')
