@@ -13,7 +13,7 @@ class RewardSection(Section):
     reward_timeout: float = Field(30.0, gt=0)
     """Seconds that scoring one sample may take."""
     reward_workers: int = Field(1, ge=0)
-    """Processes that score with sync functions; 0 scores in the executor's own process, without a hard limit."""
+    """Processes that score with sync functions; 0 scores in the executor's: what passes its limit is left behind, memory is unlimited."""
     reward_memory_gb: float = Field(8.0, gt=0)
     """GiB of memory that one of these processes may take; past it the function gets MemoryError."""
     reward_failure: Literal["fail", "drop_group", "exclude"] = "fail"
