@@ -31,6 +31,10 @@ class DataSource(Protocol):
         """Called when a taken draw must be started again (stale, engine lost, resumed): it is the next one taken."""
         ...
 
+    def note_scored(self, group: PromptGroup) -> None:
+        """Called with every scored group, before the group filter sees it; a source may learn from its rewards what comes next."""
+        ...
+
     def rows(self) -> int:
         """Called once at start: prompts per epoch, after filtering."""
         ...

@@ -116,6 +116,7 @@ class Sample:
     label: Any = None
     metadata: dict[str, Any] = field(default_factory=dict)
     tools: list[dict[str, Any]] | None = None
+    data_set: str = ""  # its group's
 
     response_ids: list[int] = field(default_factory=list)
     loss_mask: list[int] = field(default_factory=list)  # [response tokens] 1: written by the policy, and trained

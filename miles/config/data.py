@@ -1,15 +1,34 @@
 """[data]: where prompts come from."""
 
-from typing import Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from miles.config.section import Section
 
 
+def set_name(path: str) -> str:
+    """What a data set without a name of its own is called: a/sums.jsonl is sums."""
+    return Path(path).name.removesuffix(Path(path).suffix) or path
+
+
+def _named(value: Any) -> Any:
+    if isinstance(value, str):
+        return {set_name(value): value} if value else {}
+    return dict(value) if isinstance(value, Mapping) else value
+
+
 class DataSection(Section):
-    prompt_data: str = ""
-    """Training prompts: a .jsonl, .json or .parquet file, or a directory written by datasets.save_to_disk."""
+    prompt_data: Annotated[dict[str, str], BeforeValidator(_named)] = Field(default_factory=dict)
+    """Training prompts: a .jsonl, .json or .parquet file or a directory written by datasets.save_to_disk; or several, NAME=PATH."""
+    prompt_weights: dict[str, float] = Field(default_factory=dict)
+    """Share of the draws that each set of prompt_data gets, {name: weight}; default: each row of all sets once an epoch."""
+    curriculum: str | None = None
+    """Easiest first: a numeric field of the row or its metadata (low is easy), or pass_rate, the row's last mean reward (high is easy)."""
+    lazy_data: bool = False
+    """Keep only each row's place in memory and read it again when it is drawn: .jsonl files and saved datasets larger than memory."""
     prompt_key: str = "prompt"
     """Field with the prompt: a string, or a list of chat messages."""
     label_key: str = "label"

@@ -5,6 +5,7 @@
     --no-load                                an optional setting without its value; a list or table without entries
     --stop A B   --stop A --stop B           lists: several words, the flag again, or --stop '["A", "B"]'
     --eval-data easy=a.jsonl hard=b.jsonl    tables: name=value words, the flag again, or a JSON object
+    --prompt-data a.jsonl                    the same as a=a.jsonl
 
 A list or table given by flags replaces the file's. A value that begins with `--` is written with `=`.
 """
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from miles.config.data import set_name
 from miles.config.schema import Setting, nearest, settings
 
 OWN_FLAGS = ("--config", "--help")
@@ -76,6 +78,8 @@ def _note(found: Flags, setting: Setting, words: list[str], equals: bool) -> Non
         if setting.kind in ("list", "dict"):
             value = _collect(setting, words)
             before = found.values.get(setting.name)
+            if before and setting.kind == "dict" and (twice := before.keys() & value.keys()):
+                raise ValueError(f"{', '.join(sorted(twice))} is given twice")
             found.values[setting.name] = value if not before else before + value if setting.kind == "list" else before | value
         elif setting.kind == "bool":
             if len(words) > equals:
@@ -126,9 +130,13 @@ def _collect(setting: Setting, words: list[str]) -> Any:
             return whole
     if setting.kind == "list":
         return [scalar(setting.item, word) for word in words]
-    table = {}
+    table: dict[str, Any] = {}
     for word in words:
         key, equals, value = word.partition("=")
+        if not equals and setting.name == "prompt_data":
+            key, equals, value = set_name(word), "=", word
+        if key in table:
+            raise ValueError(f"{key} is given twice" + (f"; write NAME={value} with another name" if setting.name == "prompt_data" else ""))
         if not equals or not key:
             raise ValueError(f"wants name=value, got {word!r}")
         table[key] = scalar(setting.item, value)

@@ -6,10 +6,11 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
+from miles.config.data_rules import rewards, there, training_data
+from miles.config.problem import Problem, wrong
 from miles.config.run_config import RunConfig
-from miles.config.schema import flag, settings
+from miles.config.schema import settings
 
 logger = logging.getLogger(__name__)
 
@@ -25,13 +26,6 @@ class SettingsError(ValueError):
         super().__init__(f"{count} in the settings:\n" + "\n".join(f"  {problem}" for problem in problems))
 
 
-class Problem(NamedTuple):
-    """What is wrong, and the settings that it is about."""
-
-    settings: tuple[str, ...]
-    text: str
-
-
 def validate(args: RunConfig) -> list[str]:
     """Everything wrong with these settings, each message with its flags; empty when nothing is."""
     return [problem.text for problem in problems_of(args)]
@@ -40,16 +34,6 @@ def validate(args: RunConfig) -> list[str]:
 def problems_of(args: RunConfig) -> list[Problem]:
     """As `validate`, each with the settings concerned."""
     return [problem for rule in RULES for problem in rule(args)]
-
-
-def wrong(args: RunConfig, names: str, text: str) -> Problem:
-    """A problem that begins with the flags and values of the settings that it is about."""
-    fields = tuple(names.split())
-    return Problem(fields, ", ".join(f"{flag(name)}{_shown(args.__dict__[name])}" for name in fields) + f": {text}")
-
-
-def _shown(value: object) -> str:
-    return "" if value is None or value is True else " " + (str(value) if value != "" else "''")
 
 
 def ranges(args: RunConfig) -> Iterator[Problem]:
@@ -134,8 +118,6 @@ def algorithm(args: RunConfig) -> Iterator[Problem]:
     if args.rollout_function == ("batch" if args.fully_async else "fully_async"):
         text = "is the other mode's function; leave it out, or " + ("drop" if args.fully_async else "add") + " --fully-async"
         yield wrong(args, "rollout_function", text)
-    if args.reward == "remote" and not args.reward_url:
-        yield wrong(args, "reward", "needs --reward-url")
 
 
 def evaluation(args: RunConfig) -> Iterator[Problem]:
@@ -150,25 +132,16 @@ def evaluation(args: RunConfig) -> Iterator[Problem]:
             yield Problem(
                 ("eval_data",), f"--eval-data {name}={path}: the set's name becomes part of eval/NAME/reward: no slash, not empty"
             )
-        if not _there(path):
+        if not there(path):
             yield Problem(("eval_data",), f"--eval-data {name}={path}: no such file")
 
 
 def files(args: RunConfig) -> Iterator[Problem]:
-    if not args.prompt_data:
-        yield Problem(("prompt_data",), "--prompt-data: a file of training prompts is needed")
-    elif not _there(args.prompt_data):
-        yield wrong(args, "prompt_data", f"no such file (looked from {Path.cwd()})")
     if not args.hf_checkpoint:
         yield Problem(("hf_checkpoint",), "--hf-checkpoint: a model is needed; `miles get-model` makes a small one")
     for name in ("hf_checkpoint", "ref_checkpoint", "critic_checkpoint"):
         if args.__dict__[name] and (reason := _model_missing(args.__dict__[name])):
             yield wrong(args, name, f"{reason}; `miles get-model` makes a small model")
-
-
-def _there(path: str) -> bool:
-    """Whether a data set can be there: a path that exists, or something with a scheme, which its reader judges."""
-    return Path(path).expanduser().exists() or bool(re.match(r"[a-z][a-z0-9_+.-]+:", path))
 
 
 def _model_missing(name: str) -> str | None:
@@ -244,7 +217,9 @@ RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     lengths,
     algorithm,
     evaluation,
+    training_data,
     files,
+    rewards,
     resuming,
     processes,
 )

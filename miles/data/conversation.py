@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from copy import deepcopy
 from typing import Any
 
+from miles.config.data import DataSection
+from miles.data.files import read_rows
 from miles.data.tokenizer import as_messages, as_tools, render_messages, wanted_bos
 from miles.types import Message
+
+logger = logging.getLogger(__name__)
+
+Row = tuple[list[int], list[int]]
+"""Token ids of a conversation, and the loss mask over them."""
 
 MARK = "\ue000mark\ue001"
 """Private-use characters: no template and no message holds them."""
@@ -135,3 +143,38 @@ def _tokens(tokenizer: Any, text: str, spans: list[tuple[int, int]]) -> tuple[li
             token += 1
     bos = wanted_bos(tokenizer)
     return (ids, mask) if bos is None or ids[:1] == [bos] else ([bos, *ids], [0, *mask])
+
+
+def load_conversations(path: str, tokenizer: Any, args: DataSection) -> list[Row]:
+    """All conversations of a file, as token ids and loss mask.
+
+    Raises ValueError with file, line and reason for the first bad row, unless skip_bad_rows leaves them out.
+    """
+    rows: list[Row] = []
+    skipped = 0
+    for origin, value in read_rows(path):
+        try:
+            rows.append(mask_conversation(tokenizer, *conversation(value, args), args.chat_template_kwargs or None))
+        except ValueError as error:
+            if not args.skip_bad_rows:
+                raise ValueError(f"{path}, {origin}: {error}") from None
+            skipped += 1
+    if skipped:
+        logger.warning("%s: skipped %d bad rows", path, skipped)
+    return rows
+
+
+def conversation(value: Any, args: DataSection) -> tuple[Any, Any]:
+    """Messages and tools of a row: its field messages, or its prompt with its label as the answer. ValueError: neither is there."""
+    if isinstance(value, Exception):
+        raise ValueError(str(value))
+    if not isinstance(value, dict):
+        raise ValueError("not an object with fields")
+    tools = value.get(args.tools_key)
+    if "messages" in value:
+        return value["messages"], tools
+    if args.prompt_key not in value:
+        raise ValueError(f"neither a field 'messages' nor {args.prompt_key!r} (--prompt-key)")
+    prompt, answer = value[args.prompt_key], value.get(args.label_key)
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    return [*messages, {"role": "assistant", "content": str(answer)}] if answer is not None else messages, tools

@@ -1,26 +1,24 @@
-"""Files of prompts, read, checked, rendered and filtered once at start."""
+"""Files of prompts: every row checked, rendered and filtered once at start, then held in memory or read again when drawn."""
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
-
-import pyarrow
-import pyarrow.parquet
+from typing import Any, overload
 
 from miles.config.data import DataSection
+from miles.data.files import Found, RowFile, open_rows
 from miles.data.tokenizer import as_messages, as_tools, encode, kind, plain, prompt_text
-from miles.plugins import load
 from miles.types import Message
 
 logger = logging.getLogger(__name__)
 
 RENDERED_AT_ONCE = 1024
+CHARACTERS_AT_ONCE = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,51 +38,115 @@ class PromptSet:
     """The prompts of one file that are kept, in file order, and what became of the others."""
 
     path: str
-    rows: list[PromptRow]
+    rows: Sequence[PromptRow]
     num_skipped: int = 0  # could not be read (skip_bad_rows)
     num_too_long: int = 0  # longer than max_prompt_length
+    difficulty: Sequence[float] | None = None  # [rows] of the curriculum's field
 
 
 class BadRowError(ValueError):
     """One row that cannot be used; the message holds file, line and reason."""
 
 
-def load_prompts(path: str, tokenizer: Any, args: DataSection) -> PromptSet:
+class RowsOnDisk(Sequence[PromptRow]):
+    """Rows of which only the places are in memory, 16 bytes each; a row is read, checked and rendered again when asked for."""
+
+    def __init__(self, path: str, file: RowFile, tokenizer: Any, args: DataSection):
+        self._path, self._file, self._tokenizer, self._args = path, file, tokenizer, args
+        self._places = array("q")
+        self._numbers = array("q")
+
+    def note(self, found: Found) -> None:
+        self._places.append(found.place)
+        self._numbers.append(int(found.origin.split()[1]))
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, index: int) -> PromptRow: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[PromptRow]: ...
+    def __getitem__(self, index: int | slice) -> PromptRow | list[PromptRow]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        origin = f"row {self._numbers[index]}"
+        try:
+            text, row = _row(self._tokenizer, origin, self._file.at(self._places[index]), self._args)
+        except ValueError as error:
+            raise BadRowError(f"{self._path}, {origin}: {error}") from None
+        return replace(row, prompt_ids=array("i", encode(self._tokenizer, [text])[0]))
+
+
+class _Keeper:
+    """Takes checked rows, encodes them in batches, and keeps those that are short enough."""
+
+    def __init__(self, path: str, file: RowFile, tokenizer: Any, args: DataSection):
+        self.tokenizer, self.args = tokenizer, args
+        self.rows: list[PromptRow] = []
+        self.lazy = RowsOnDisk(path, file, tokenizer, args) if args.lazy_data else None
+        self.difficulty = array("d")
+        self.num_too_long = 0
+        self.lengths: tuple[int, int] = (2**31, 0)
+        self.batch: list[tuple[str, PromptRow, Found, float]] = []
+        self.characters = 0
+
+    def add(self, text: str, row: PromptRow, found: Found, difficulty: float) -> None:
+        self.batch.append((text, row, found._replace(value=None), difficulty))
+        self.characters += len(text)
+        if len(self.batch) == RENDERED_AT_ONCE or self.characters > CHARACTERS_AT_ONCE:
+            self.flush()
+
+    def flush(self) -> None:
+        limit = self.args.max_prompt_length
+        for (_, row, found, difficulty), ids in zip(self.batch, encode(self.tokenizer, [text for text, *_ in self.batch]), strict=True):
+            if limit is not None and len(ids) > limit:
+                self.num_too_long += 1
+                continue
+            self.lengths = (min(self.lengths[0], len(ids)), max(self.lengths[1], len(ids)))
+            self.difficulty.append(difficulty)
+            if self.lazy is None:
+                self.rows.append(replace(row, prompt_ids=array("i", ids)))
+            else:
+                self.lazy.note(found)
+        self.batch.clear()
+        self.characters = 0
+
+
+def load_prompts(path: str, tokenizer: Any, args: DataSection, difficulty: str | None = None) -> PromptSet:
     """Read a .jsonl, .json or .parquet file or a directory of datasets.save_to_disk.
 
     Every row is checked and rendered here, so that nothing in the data can end a run later. Length is that of the ids
     that are sent: templated, tools and BOS included.
 
+    Args:
+        difficulty: the field (of a row or its metadata) with its difficulty, a number.
+
     Raises:
-        ValueError: no such file, nothing left in it, or (without skip_bad_rows) file, line and reason of the first bad row.
+        ValueError: no such file, nothing left in it, or (without skip_bad_rows) file, line, field and reason of the first bad row.
     """
-    rows: list[PromptRow] = []
+    file = open_rows(path)
+    keeper = _Keeper(path, file, tokenizer, args)
     skipped: list[str] = []
-    num_too_long = 0
-    batch: list[tuple[str, PromptRow]] = []
-
-    def keep_batch() -> None:
-        nonlocal num_too_long
-        for (_, row), ids in zip(batch, encode(tokenizer, [text for text, _ in batch]), strict=True):
-            if args.max_prompt_length is not None and len(ids) > args.max_prompt_length:
-                num_too_long += 1
-                continue
-            rows.append(replace(row, prompt_ids=array("i", ids)))
-        batch.clear()
-
-    for origin, value in read_rows(path):
+    num_skipped = 0
+    for found in file:
         try:
-            batch.append(_row(tokenizer, origin, value, args))
+            text, row = _row(tokenizer, found.origin, found.value, args)
+            hard = 0.0 if difficulty is None else _difficulty(found.value, row.metadata, difficulty)
         except ValueError as error:
-            bad = BadRowError(f"{path}, {origin}: {error}")
+            bad = BadRowError(f"{path}, {found.origin}: {error}")
             if not args.skip_bad_rows:
                 raise bad from None
-            skipped.append(str(bad))
-        if len(batch) == RENDERED_AT_ONCE:
-            keep_batch()
-    keep_batch()
-    _report(path, rows, skipped, num_too_long, args)
-    return PromptSet(path, rows, len(skipped), num_too_long)
+            num_skipped += 1
+            skipped = skipped or [str(bad)]
+        else:
+            keeper.add(text, row, found, hard)
+    keeper.flush()
+    rows: Sequence[PromptRow] = keeper.rows if keeper.lazy is None else keeper.lazy
+    _report(path, len(rows), num_skipped, skipped, keeper)
+    if keeper.lazy is not None:
+        rows[0]  # a format that cannot be read row by row says so now
+    return PromptSet(path, rows, num_skipped, keeper.num_too_long, None if difficulty is None else keeper.difficulty)
 
 
 def _row(tokenizer: Any, origin: str, value: Any, args: DataSection) -> tuple[str, PromptRow]:
@@ -95,102 +157,46 @@ def _row(tokenizer: Any, origin: str, value: Any, args: DataSection) -> tuple[st
     if args.prompt_key not in value:
         raise ValueError(f"no field {args.prompt_key!r} (--prompt-key); there are {', '.join(map(str, value)) or 'none'}")
     prompt = plain(value[args.prompt_key])
-    tools = as_tools(value.get(args.tools_key)) if args.apply_chat_template else None
-    text = prompt_text(tokenizer, prompt, tools, args)
-    metadata = plain(value.get(args.metadata_key))
-    if isinstance(metadata, str):
-        metadata = _parsed(metadata, args.metadata_key)
-    if metadata is not None and not isinstance(metadata, dict):
-        raise ValueError(f"{args.metadata_key} is a {kind(metadata)}, not a table")
+    try:
+        field = args.tools_key
+        tools = as_tools(value.get(field)) if args.apply_chat_template else None
+        field = args.prompt_key
+        text = prompt_text(tokenizer, prompt, tools, args)
+        field = args.metadata_key
+        metadata = _metadata(plain(value.get(field)))
+    except ValueError as error:
+        raise ValueError(f"field {field!r}: {error}") from None
     shown = prompt if isinstance(prompt, str) else as_messages(prompt)
-    return text, PromptRow(shown, [], plain(value.get(args.label_key)), metadata or {}, tools, origin)
+    return text, PromptRow(shown, [], plain(value.get(args.label_key)), metadata, tools, origin)
 
 
-def _parsed(text: str, key: str) -> Any:
-    try:
-        return json.loads(text) if text.strip() else None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{key} is text that is not JSON: {error}") from None
+def _metadata(given: Any) -> dict[str, Any]:
+    if isinstance(given, str):
+        try:
+            given = json.loads(given) if given.strip() else None
+        except json.JSONDecodeError as error:
+            raise ValueError(f"text that is not JSON: {error}") from None
+    if given is not None and not isinstance(given, dict):
+        raise ValueError(f"a {kind(given)}, not a table")
+    return given or {}
 
 
-def _report(path: str, rows: list[PromptRow], skipped: list[str], num_too_long: int, args: DataSection) -> None:
-    if skipped:
-        logger.warning("%s: skipped %d bad rows; the first: %s", path, len(skipped), skipped[0])
-    if num_too_long:
-        logger.warning("%s: dropped %d prompts longer than max_prompt_length %s", path, num_too_long, args.max_prompt_length)
-    if not rows:
-        why = f"; {len(skipped)} bad rows skipped, the first: {skipped[0]}" if skipped else ""
-        why += f"; {num_too_long} dropped as longer than --max-prompt-length {args.max_prompt_length}" if num_too_long else ""
+def _difficulty(value: dict[str, Any], metadata: dict[str, Any], field: str) -> float:
+    found = plain(value.get(field, metadata.get(field)))
+    if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
+        what = "missing" if found is None else f"{found!r}"
+        raise ValueError(f"field {field!r} (--curriculum): {what}, not a number")
+    return float(found)
+
+
+def _report(path: str, kept: int, num_skipped: int, skipped: list[str], keeper: _Keeper) -> None:
+    longest, too_long = keeper.args.max_prompt_length, keeper.num_too_long
+    if num_skipped:
+        logger.warning("%s: skipped %d bad rows; the first: %s", path, num_skipped, skipped[0])
+    if too_long:
+        logger.warning("%s: dropped %d prompts longer than max_prompt_length %s", path, too_long, longest)
+    if not kept:
+        why = f"; {num_skipped} bad rows skipped, the first: {skipped[0]}" if num_skipped else ""
+        why += f"; {too_long} dropped as longer than --max-prompt-length {longest}" if too_long else ""
         raise ValueError(f"{path}: no prompts to use{why or ': the file is empty'}")
-    logger.info("%s: %d prompts, %d to %d tokens", path, len(rows), *_span([len(row.prompt_ids) for row in rows]))
-
-
-def _span(lengths: list[int]) -> tuple[int, int]:
-    return min(lengths), max(lengths)
-
-
-def read_rows(path: str) -> Iterator[tuple[str, Any]]:
-    """Yield (origin, row) of any supported file; a line that cannot be read comes as the exception that says why.
-
-    Raises:
-        ValueError: the file as a whole is missing or unreadable.
-    """
-    where = Path(path).expanduser()
-    if not path or not where.exists():
-        raise ValueError(f"--prompt-data or --eval-data: no file {path!r}")
-    if where.is_dir():
-        yield from _saved_dataset(where)
-    elif where.suffix == ".jsonl":
-        yield from _json_lines(where)
-    elif where.suffix == ".json":
-        yield from _json(where)
-    elif where.suffix == ".parquet":
-        yield from _parquet(where)
-    else:
-        raise ValueError(f"{path}: not a .jsonl, .json or .parquet file, nor a directory written by datasets.save_to_disk")
-
-
-def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, 1):
-            line = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
-            if not line.strip():
-                continue
-            try:
-                yield f"line {number}", json.loads(line)
-            except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-                yield f"line {number}", ValueError(f"not JSON: {error}")
-
-
-def _json(path: Path) -> Iterator[tuple[str, Any]]:
-    try:
-        rows = json.loads(path.read_bytes().removeprefix(b"\xef\xbb\xbf"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not JSON: {error}") from None
-    if not isinstance(rows, list):
-        raise ValueError(f"{path}: a {kind(rows)}, not a list of rows (one object a line is .jsonl)")
-    for number, row in enumerate(rows, 1):
-        yield f"row {number}", row
-
-
-def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
-    number = 0
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(RENDERED_AT_ONCE):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f"row {number}", row
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{path}: not a readable parquet file (after row {number}): {error}") from error
-
-
-def _saved_dataset(path: Path) -> Iterator[tuple[str, Any]]:
-    try:
-        data = load("datasets.load_from_disk")(str(path))
-    except (OSError, ValueError, pyarrow.ArrowException) as error:
-        raise ValueError(f"{path}: not a directory written by datasets.save_to_disk: {error}") from error
-    if isinstance(data, dict):
-        raise ValueError(f"{path}: holds several splits; name one: {', '.join(f'{path}/{split}' for split in data)}")
-    for number, row in enumerate(data.with_format(None), 1):
-        yield f"row {number}", row
+    logger.info("%s: %d prompts, %d to %d tokens", path, kept, *keeper.lengths)

@@ -35,6 +35,8 @@ class BatchRollout:
             failures = await run_wave(self.context, f"r{rollout_id}.{wave}", groups)
             again = []
             for group, failure in zip(groups, failures, strict=True):
+                if failure is None:
+                    self.context.data.note_scored(group)
                 if failure is None and verdicts.passes(group):
                     kept.append(group)
                 elif failure is not None and verdicts.retries(group, failure):

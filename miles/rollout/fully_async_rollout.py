@@ -120,6 +120,7 @@ class FullyAsyncRollout:
                 assert self.pacing is not None
                 flight.group, flight.version = renewed(group), self.pacing.version
                 continue
+            context.data.note_scored(group)
             if verdicts.passes(group):
                 self.buffer.put(group, flight.version)
             break

@@ -162,6 +162,7 @@ def _empty(sample: Sample) -> Sample:
         label=sample.label,
         metadata=sample.metadata,
         tools=sample.tools,
+        data_set=sample.data_set,
     )
 
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from miles.config.run_config import RunConfig
-from miles.data.data_source import DatasetSource
-from miles.data.dataset import load_prompts
+from miles.data.mix import load_source
 from miles.data.rollout_data import pack, split
 from miles.data.tokenizer import load_tokenizer
 from miles.engines.router import Router
@@ -52,8 +51,7 @@ class RolloutExecutor:
         self.args = args
         self.store = store
         self.tokenizer = load_tokenizer(args)
-        rows = load_prompts(args.prompt_data, self.tokenizer, args).rows
-        self.data = DatasetSource(rows, args.n_samples_per_prompt, seed=args.seed, shuffle=args.shuffle, num_epoch=args.num_epoch)
+        self.data = load_source(args, self.tokenizer)
         self.make_rollout_fn = load(
             args.rollout_function or ("fully_async" if args.fully_async else "batch"), BUILTIN, setting="--rollout-function"
         )
@@ -101,7 +99,9 @@ class RolloutExecutor:
     def _rollouts_per_epoch(self) -> int:
         rows, size = self.data.rows(), self.args.rollout_batch_size
         if rows < size:
-            raise ValueError(f"--prompt-data {self.args.prompt_data} has {rows} prompts, fewer than --rollout-batch-size {size}")
+            raise ValueError(
+                f"--prompt-data {' '.join(self.args.prompt_data.values())} has {rows} prompts, fewer than --rollout-batch-size {size}"
+            )
         return rows // size
 
     async def num_rollout_per_epoch(self) -> int:

@@ -25,6 +25,7 @@ def _line(sample: Sample, tokenizer: Any) -> dict[str, Any]:
     return {
         "group_index": sample.group_index,
         "sample_index": sample.sample_index,
+        **({"data_set": sample.data_set} if sample.data_set else {}),
         "prompt": tokenizer.decode(sample.prompt_ids, skip_special_tokens=False),
         "response": sample.response,
         "reward": sample.reward,

@@ -16,10 +16,8 @@ import numpy as np
 import torch
 import torch.multiprocessing
 
-from miles.config.data import DataSection
 from miles.config.run_config import RunConfig
-from miles.data.conversation import mask_conversation
-from miles.data.dataset import read_rows
+from miles.data.conversation import Row, load_conversations
 from miles.data.rollout_data import pack, split
 from miles.data.tokenizer import load_tokenizer
 from miles.tracking import tracking
@@ -29,9 +27,6 @@ from miles.train.trainer import Trainer
 from miles.types import ObjectRef, PromptGroup, Sample, TrainShare
 
 logger = logging.getLogger(__name__)
-
-Row = tuple[list[int], list[int]]
-"""Token ids of a conversation, and the loss mask over them."""
 
 
 class Shares:
@@ -95,11 +90,13 @@ def train(args: RunConfig, rank: int = 0, port: int = 0) -> list[dict[str, float
         ValueError: the data cannot be used, with file and line; fewer rows than one batch.
     """
     tokenizer = load_tokenizer(args.model_copy(update={"hf_checkpoint": resolve_checkpoint(args.hf_checkpoint, args.seed)}))
-    rows = load_conversations(args.prompt_data, tokenizer, args)
+    rows = [row for path in args.prompt_data.values() for row in load_conversations(path, tokenizer, args)]
     held_out = {name: load_conversations(path, tokenizer, args) for name, path in args.eval_data.items()}
     per_epoch = len(rows) // args.rollout_batch_size
     if not per_epoch:
-        raise ValueError(f"--prompt-data: {len(rows)} conversations in {args.prompt_data}, fewer than --rollout-batch-size")
+        raise ValueError(
+            f"--prompt-data: {len(rows)} conversations in {' '.join(args.prompt_data.values())}, fewer than --rollout-batch-size"
+        )
     if args.num_rollout is None:
         args.fill(num_rollout=per_epoch * (args.num_epoch or 1))
     assert args.num_rollout is not None
@@ -123,41 +120,6 @@ def train(args: RunConfig, rank: int = 0, port: int = 0) -> list[dict[str, float
     finally:
         trainer.dispose()
     return history
-
-
-def load_conversations(path: str, tokenizer: Any, args: DataSection) -> list[Row]:
-    """All conversations of a file, as token ids and loss mask.
-
-    Raises ValueError with file, line and reason for the first bad row, unless skip_bad_rows leaves them out.
-    """
-    rows: list[Row] = []
-    skipped = 0
-    for origin, value in read_rows(path):
-        try:
-            rows.append(mask_conversation(tokenizer, *_conversation(value, args), args.chat_template_kwargs or None))
-        except ValueError as error:
-            if not args.skip_bad_rows:
-                raise ValueError(f"{path}, {origin}: {error}") from None
-            skipped += 1
-    if skipped:
-        logger.warning("%s: skipped %d bad rows", path, skipped)
-    return rows
-
-
-def _conversation(value: Any, args: DataSection) -> tuple[Any, Any]:
-    """Messages and tools of a row."""
-    if isinstance(value, Exception):
-        raise ValueError(str(value))
-    if not isinstance(value, dict):
-        raise ValueError("not an object with fields")
-    tools = value.get(args.tools_key)
-    if "messages" in value:
-        return value["messages"], tools
-    if args.prompt_key not in value:
-        raise ValueError(f"neither a field 'messages' nor {args.prompt_key!r} (--prompt-key)")
-    prompt, answer = value[args.prompt_key], value.get(args.label_key)
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    return [*messages, {"role": "assistant", "content": str(answer)}] if answer is not None else messages, tools
 
 
 def batch_rows(batch: int, num_rows: int, args: RunConfig) -> list[int]:

@@ -21,7 +21,13 @@ ANYTHING = st.recursive(
 
 def values_of(setting: Setting) -> st.SearchStrategy:
     """Values that the field's type allows; bounded numbers stay where every bound allows them."""
-    items = {"str": TEXT, "int": st.integers(0, 10**9), "any": ANYTHING, "choice": st.sampled_from(setting.choices or ("",))}
+    items = {
+        "str": TEXT,
+        "int": st.integers(0, 10**9),
+        "float": st.floats(0.001, 0.999),
+        "any": ANYTHING,
+        "choice": st.sampled_from(setting.choices or ("",)),
+    }
     made = {
         "bool": st.booleans(),
         "int": st.integers(2, 60000),

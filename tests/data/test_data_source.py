@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles.data.data_source import DatasetSource, epoch_order
+from miles.data.data_source import DatasetSource
 from miles.data.dataset import PromptRow
+from miles.data.order import epoch_order
 from miles.protocols import DataSource
 
 

@@ -61,13 +61,13 @@ def test_mixed_forms_and_missing_fields(tokenizers, tmp_path):
         ("7\n", "a number, not an object"),
         ("null\n", "a null, not an object"),
         ('{"label": "1"}\n', "no field 'prompt' .--prompt-key.; there are label"),
-        ('{"prompt": ""}\n', "the prompt is empty"),
+        ('{"prompt": ""}\n', "field 'prompt': the prompt is empty"),
         ('{"prompt": null}\n', "the prompt is a null"),
         ('{"prompt": [{"role": "oracle", "content": "x"}]}\n', "role 'oracle'"),
         ('{"prompt": "x", "tools": 3}\n', "tools is a number"),
         ('{"prompt": "x", "tools": "[{"}\n', "tools: not JSON"),
-        ('{"prompt": "x", "metadata": [1]}\n', "metadata is a list"),
-        ('{"prompt": "x", "metadata": "{"}\n', "metadata is text that is not JSON"),
+        ('{"prompt": "x", "metadata": [1]}\n', "field 'metadata': a list"),
+        ('{"prompt": "x", "metadata": "{"}\n', "field 'metadata': text that is not JSON"),
         ('{"prompt": "x\x00"\n', "not JSON"),
         ("[" * 100000 + "\n", "not JSON"),
     ],
@@ -186,7 +186,7 @@ def test_directories(tokenizers, tmp_path):
 
 def test_templating_off(tokenizers, tmp_path):
     path = write(tmp_path / "d.jsonl", ROWS)
-    with pytest.raises(BadRowError, match="line 2: the prompt is a list, and --no-apply-chat-template"):
+    with pytest.raises(BadRowError, match="line 2: field 'prompt': the prompt is a list, and --no-apply-chat-template"):
         load_prompts(path, tokenizers(None), DataSection(apply_chat_template=False))
     read = load_prompts(path, tokenizers(None), DataSection(apply_chat_template=False, skip_bad_rows=True))
     assert [tokenizers().decode(row.prompt_ids) for row in read.rows] == ["1+1?", "1+3?"]

@@ -11,6 +11,11 @@ from miles.tracking import tracking
 from miles.train import sft
 
 
+def path_of(args):
+    (path,) = args.prompt_data.values()
+    return path
+
+
 def conversations(folder: Path, count: int = 24) -> str:
     path = folder / "train.jsonl"
     rows = [
@@ -56,7 +61,7 @@ def test_the_loss_falls_and_the_exported_model_answers(tiny: str, tmp_path: Path
 def test_only_the_assistant_is_trained(tiny: str, tmp_path: Path) -> None:
     args = settings(tiny, tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tiny)
-    rows = sft.load_conversations(args.prompt_data, tokenizer, args)
+    rows = sft.load_conversations(path_of(args), tokenizer, args)
     (share,) = sft.make_shares(rows[:3], 0, args)
     written = tokenizer.decode(share.data.token_ids[share.data.loss_mask == 1])
     assert written == "1<|im_end|>2<|im_end|>3<|im_end|>"
@@ -68,7 +73,7 @@ def test_a_prompt_and_its_label_make_a_conversation(tiny: str, tmp_path: Path) -
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "What is 3 + 1?", "label": 4}\n')
     tokenizer = AutoTokenizer.from_pretrained(tiny)
     (pair,) = sft.load_conversations(str(tmp_path / "pairs.jsonl"), tokenizer, args)
-    assert pair == sft.load_conversations(args.prompt_data, tokenizer, args)[3]
+    assert pair == sft.load_conversations(path_of(args), tokenizer, args)[3]
 
 
 def test_every_row_once_an_epoch_in_an_order_of_its_own(tiny: str, tmp_path: Path) -> None:
@@ -92,7 +97,7 @@ def test_every_row_once_an_epoch_in_an_order_of_its_own(tiny: str, tmp_path: Pat
 def test_a_bad_row_is_named_by_file_and_line(tiny: str, tmp_path: Path, line: str, reason: str) -> None:
     args = settings(tiny, tmp_path)
     path = tmp_path / "bad.jsonl"
-    good = Path(args.prompt_data).read_text().splitlines()[0]
+    good = Path(path_of(args)).read_text().splitlines()[0]
     path.write_text(f"{good}\n{line}\n{good}\n")
     tokenizer = AutoTokenizer.from_pretrained(tiny)
     with pytest.raises(ValueError, match=reason) as caught:

@@ -1,0 +1,157 @@
+"""The formats that rows come in, each readable from front to back and, where the format allows it, one row at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import pyarrow
+import pyarrow.parquet
+
+from miles.data.tokenizer import kind
+from miles.plugins import load
+
+BATCH = 1024
+
+
+class Found(NamedTuple):
+    """One row of a file. `value` is the exception that says why, when it cannot be read."""
+
+    origin: str  # "line 3" or "row 3"
+    value: Any
+    place: int  # where `RowFile.at` finds it again: a byte offset or a row's index
+
+
+class RowFile(Protocol):
+    """An open file of rows."""
+
+    def __iter__(self) -> Iterator[Found]: ...
+
+    def at(self, place: int) -> Any:
+        """The row at that place, read again. Raises ValueError when the file has changed or cannot be read in pieces."""
+        ...
+
+
+def read_rows(path: str) -> Iterator[tuple[str, Any]]:
+    """(origin, row) of any supported file; a line that cannot be read comes as the exception that says why.
+
+    Raises:
+        ValueError: the file as a whole is missing or unreadable.
+    """
+    for found in open_rows(path):
+        yield found.origin, found.value
+
+
+def open_rows(path: str) -> RowFile:
+    """A .jsonl, .json or .parquet file, or a directory of datasets.save_to_disk.
+
+    Raises:
+        ValueError: no such file, or of no known kind.
+    """
+    where = Path(path).expanduser()
+    if not path or not where.exists():
+        raise ValueError(f"--prompt-data or --eval-data: no file {path!r}")
+    if where.is_dir():
+        return SavedDataset(where)
+    formats: dict[str, type[JsonLines] | type[Json] | type[Parquet]] = {".jsonl": JsonLines, ".json": Json, ".parquet": Parquet}
+    if where.suffix not in formats:
+        raise ValueError(f"{path}: not a .jsonl, .json or .parquet file, nor a directory written by datasets.save_to_disk")
+    return formats[where.suffix](where)
+
+
+class JsonLines:
+    """One JSON object a line; empty lines are passed over."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._file = path.open("rb")
+        self._seen = self._look()
+
+    def __iter__(self) -> Iterator[Found]:
+        place = 0
+        self._file.seek(0)
+        for number, raw in enumerate(self._file, 1):
+            if line := _bare(raw, place):
+                yield Found(f"line {number}", _parsed(line), place)
+            place += len(raw)
+
+    def at(self, place: int) -> Any:
+        if self._look() != self._seen:
+            raise ValueError(f"{self._path} has changed since it was checked at the start of the run")
+        self._file.seek(place)
+        return _parsed(_bare(self._file.readline(), place))
+
+    def _look(self) -> tuple[int, int]:
+        seen = os.fstat(self._file.fileno())
+        return seen.st_size, seen.st_mtime_ns
+
+
+def _bare(raw: bytes, place: int) -> bytes:
+    return (raw if place else raw.removeprefix(b"\xef\xbb\xbf")).strip()
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        return ValueError(f"not JSON: {error}")
+
+
+class _WholeFile:
+    """What can only be read from front to back."""
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    def at(self, place: int) -> Any:
+        raise ValueError(f"--lazy-data: {self._path}: only .jsonl files and saved datasets can be read row by row")
+
+
+class Json(_WholeFile):
+    """A list of objects."""
+
+    def __iter__(self) -> Iterator[Found]:
+        try:
+            rows = json.loads(self._path.read_bytes().removeprefix(b"\xef\xbb\xbf"))
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ValueError(f"{self._path}: not JSON: {error}") from None
+        if not isinstance(rows, list):
+            raise ValueError(f"{self._path}: a {kind(rows)}, not a list of rows (one object a line is .jsonl)")
+        for place, row in enumerate(rows):
+            yield Found(f"row {place + 1}", row, place)
+
+
+class Parquet(_WholeFile):
+    def __iter__(self) -> Iterator[Found]:
+        place = 0
+        try:
+            with pyarrow.parquet.ParquetFile(self._path) as file:
+                for batch in file.iter_batches(BATCH):
+                    for row in batch.to_pylist():
+                        yield Found(f"row {place + 1}", row, place)
+                        place += 1
+        except (pyarrow.ArrowException, OSError) as error:
+            raise ValueError(f"{self._path}: not a readable parquet file (after row {place}): {error}") from error
+
+
+class SavedDataset:
+    """A directory of datasets.save_to_disk: mapped into memory, never read as a whole."""
+
+    def __init__(self, path: Path):
+        try:
+            data = load("datasets.load_from_disk")(str(path))
+        except (OSError, ValueError, pyarrow.ArrowException) as error:
+            raise ValueError(f"{path}: not a directory written by datasets.save_to_disk: {error}") from error
+        if isinstance(data, dict):
+            raise ValueError(f"{path}: holds several splits; name one: {', '.join(f'{path}/{split}' for split in data)}")
+        self._data = data.with_format(None)
+
+    def __iter__(self) -> Iterator[Found]:
+        for place, row in enumerate(self._data):
+            yield Found(f"row {place + 1}", row, place)
+
+    def at(self, place: int) -> Any:
+        return self._data[place]
