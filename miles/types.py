@@ -100,6 +100,7 @@ class Completion:
     version_spans: list[VersionSpan]  # cover [0, tokens)
     cached_tokens: int = 0  # prompt tokens whose KV came from a cache
     stale_cache_tokens: int = 0  # tokens whose KV was older than the weights that read it (pause mode in_place)
+    engine: int = -1  # index of the engine; the router notes it
 
 
 @dataclass(slots=True)
@@ -141,6 +142,16 @@ class Sample:
 
 
 @dataclass(slots=True)
+class GroupTimes:
+    """When a group passed where: seconds of the wall clock, 0 where it has not. Of siblings, when the last one did."""
+
+    started: float = 0.0  # its first attempt
+    generated: float = 0.0
+    scored: float = 0.0
+    engine: int = -1  # index of the engine that answered
+
+
+@dataclass(slots=True)
 class PromptGroup:
     """The siblings of one draw of one prompt.
 
@@ -154,6 +165,7 @@ class PromptGroup:
     samples: list[Sample]
     attempt: int = 0  # how often this draw was started again
     data_set: str = ""  # its name, where several are mixed or evaluated
+    times: GroupTimes = field(default_factory=GroupTimes, compare=False)
 
     @property
     def oldest_version(self) -> int:
@@ -225,6 +237,8 @@ class RolloutDataRef:
     num_samples: int
     metrics: dict[str, float]
     group_indices: list[int]
+    times: list[GroupTimes] = field(default_factory=list)  # of each group, in the same order
+    ready: float = 0.0  # when the last group was there and the batch could be cut: seconds of the wall clock
 
 
 @dataclass(slots=True)

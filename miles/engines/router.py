@@ -190,7 +190,7 @@ class Router:
         self._sent[request_id] = index
         try:
             completion = await place.engine.generate(request)
-            place.failures = 0
+            completion.engine, place.failures = index, 0
             return completion
         except ProcessGone:
             place.live = False  # before whoever watches it notices; that it is back is told by `mark`

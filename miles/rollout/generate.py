@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from miles.data.seeds import sample_seed
 from miles.plugins import load
 from miles.protocols import GenerateCall, GenerateFn
 from miles.rollout.context import RolloutContext
-from miles.types import Completion, FinishReason, GenerateRequest, Sample, SampleStatus, SamplingParams, VersionSpan
+from miles.types import Completion, FinishReason, GenerateRequest, GroupTimes, Sample, SampleStatus, SamplingParams, VersionSpan
 
 BUILTIN = {"single_turn": "miles.rollout.generate.single_turn", "multi_turn": "miles.rollout.multi_turn.MultiTurn"}
 STATUS = {
@@ -50,6 +50,7 @@ class EngineCall:
     seed_key: tuple[int, int, int, int]  # the run's seed, group_index, place among siblings, attempt
     max_context: int
     send: Send
+    times: GroupTimes = field(default_factory=GroupTimes)  # of its group
 
     async def __call__(self, input_ids: list[int], *, turn: int = 0, max_new_tokens: int | None = None) -> Completion:
         room = max(self.max_context - len(input_ids), 1)  # an over-long prompt is for the engine to refuse
@@ -70,6 +71,7 @@ class EngineCall:
         if completion.finish_reason is FinishReason.ABORT:
             raise EngineFailed(f"the request was aborted after {len(completion.token_ids)} tokens")
         check_completion(completion)
+        self.times.engine = completion.engine
         return completion
 
 

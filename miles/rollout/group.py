@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -59,6 +60,7 @@ async def run_group(context: RolloutContext, group: PromptGroup, seats: Sequence
         run_sample(context, sample, seat, _call(context, group, place, seat, name), stages)
         for place, (sample, seat) in enumerate(zip(group.samples, seats, strict=True))
     ]
+    group.times.started = group.times.started or time.time()
     in_wave = not isinstance(seats[0], OpenSeat)
     limit = context.group_limit
     try:
@@ -88,8 +90,10 @@ async def run_sample(context: RolloutContext, sample: Sample, seat: Seat, call: 
     if not sample.response and sample.response_ids:
         sample.response = response_text(context.tokenizer, sample.response_ids)
     stages[call.place] = SCORING
+    generated = time.time()
     await context.scorer.score(sample)
     stages[call.place] = DONE
+    call.times.generated, call.times.scored = generated, time.time()  # the last sibling's stay
 
 
 def check_sample(sample: Sample) -> None:
@@ -174,4 +178,5 @@ def _call(context: RolloutContext, group: PromptGroup, place: int, seat: Seat, n
         seed_key=(context.seed, group.group_index, place, group.attempt),
         max_context=context.args.engine_max_context,
         send=seat.send,
+        times=group.times,
     )

@@ -7,6 +7,7 @@ import gc
 import json
 import logging
 import os
+import time
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
@@ -116,6 +117,7 @@ class RolloutExecutor:
             Exception: the first fault of anything that took part, as it was raised.
         """
         output = await self._call(self._generate(rollout_id))
+        ready = time.time()
         data = pack(output.groups)
         shares = split(data, self.args.num_trainers, self.args.samples_per_step, rollout_id, self.weight_version)
         ref = RolloutDataRef(
@@ -124,6 +126,8 @@ class RolloutExecutor:
             num_samples=data.num_samples,
             metrics=rollout_metrics(output.groups, data, self.weight_version) | output.metrics,
             group_indices=[group.group_index for group in output.groups],
+            times=[group.times for group in output.groups],
+            ready=ready,
         )
         self.stored[rollout_id] = ref
         self.ledger.note_all("drained", ref.group_indices, rollout_id=rollout_id, version=self.weight_version)

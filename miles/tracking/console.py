@@ -40,6 +40,7 @@ class Console:
         self.done: list[tuple[int, dict[str, Any]]] = []
         self.evals: dict[str, tuple[int, float]] = {}
         self.unsaid: list[str] = []
+        self.bound = ""  # what bounds the run, in a sentence
         self.started = time.monotonic()
         mode = args.console
         if mode == "auto":
@@ -78,6 +79,9 @@ class Console:
             self.live = None
         elif self.mode == "plain" and self.unsaid:
             self._say("end", {})
+        if self.bound and self.mode != "quiet":
+            print(self.bound, file=sys.stderr, flush=True)
+            self.bound = ""
 
     def _over(self, rollout_id: int) -> None:
         metrics = self.open.pop(rollout_id)
@@ -126,6 +130,8 @@ class Console:
             parts.append(steps)
         if evals:
             parts.append(Text.from_markup("eval     " + "   ".join(evals)))
+        if self.bound:
+            parts.append(Text.assemble(("speed    ", ""), self.bound, overflow="ellipsis"))
         parts.append(Text.from_markup(f"[dim]running[/]  {', '.join(waits) or 'nothing'}", overflow="ellipsis"))
         return Group(*parts)
 

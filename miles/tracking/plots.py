@@ -10,11 +10,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from miles.tracking import history, timeline
+from miles.tracking import history, trace_file
 
 INK, FAINT, GRID = "#22272e", "#8b949e", "#e4e7eb"
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY = "#3567b7", "#dd8a26", "#3a9c6b", "#c44f52", "#8064a2", "#7fb2dd"
-ACTIVITY = {"generate": BLUE, "train": ORANGE, "publish": RED, "eval": GREEN, "save": PURPLE}
+ACTIVITY = {"generate": BLUE, "train": ORANGE, "publish": RED, "eval": GREEN, "save": PURPLE, "score": SKY, "load weights": RED}
 SHOWN_STEPS = 6
 
 
@@ -38,7 +38,7 @@ def plot_run(folder: str | Path, out: str | Path | None = None) -> Path:
     draw_reward(panels["reward"], lines)
     draw_evals(panels["eval"], lines)
     draw_lag(panels["lag"], lines)
-    draw_timeline(panels["time"], timeline.read(folder / "timeline.json"))
+    draw_timeline(panels["time"], trace_file.read(folder / "timeline.json"))
     figure.suptitle(_title(folder.name, lines), x=0.012, ha="left", fontsize=13, color=INK)
     out = folder / "plot.png" if out is None else Path(out)
     figure.savefig(out)

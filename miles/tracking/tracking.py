@@ -1,14 +1,17 @@
 """What a run tells: init, log, finish. Lives in the driver's process; nothing here can stop or block a run."""
 
+import json
 import logging
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from miles.config.run_config import RunConfig
 from miles.config.validate import warnings_of
 from miles.tracking import logs, run_folder
+from miles.tracking.bounds import Bounds
 from miles.tracking.console import Console
 from miles.tracking.sinks import Sinks, as_number
 from miles.tracking.stalls import StallWatch
@@ -31,6 +34,7 @@ class Tracking:
         self.console = Console(args, self.timeline)
         self.stalls = StallWatch(self.timeline, args.stall_timeout)
         self.stalls.start()
+        self.bounds = Bounds(args)
         self.latest: dict[str, float] = {}
         self.steps_per_rollout = args.samples_per_rollout // args.samples_per_step
 
@@ -43,7 +47,22 @@ class Tracking:
         self.sinks.log(values, rollout_id, step)
         self.console.update(values, rollout_id)
 
+    def step_done(self, rollout_id: int) -> None:
+        metrics = self.timeline.step_metrics(rollout_id)
+        if not metrics:
+            return
+        self.bounds.note(*self.timeline.recent(), rollout_id)
+        diagnosis = self.bounds.diagnosis()
+        if diagnosis is not None:
+            metrics |= {"perf/model_step_seconds": diagnosis.model.seconds, "perf/model_speedup": diagnosis.speedup}
+            self.console.bound = diagnosis.sentence
+        self.log(metrics, rollout_id, None)
+
     def finish(self) -> None:
+        diagnosis = self.bounds.diagnosis()
+        if diagnosis is not None:
+            summary = {"bound": diagnosis.sentence, "speedup": diagnosis.speedup, "step": asdict(diagnosis.model)}
+            (self.folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
         self.stalls.stop()
         self.console.finish()
         self.sinks.finish()
@@ -73,6 +92,12 @@ def log(metrics: Mapping[str, Any], rollout_id: int, step: int | None = None) ->
     """
     if _current is not None:
         _current.log(metrics, rollout_id, step)
+
+
+def step_done(rollout_id: int) -> None:
+    """Log the perf/* of a rollout whose training, and publish where one was due, are done; and what bounds the run."""
+    if _current is not None:
+        _current.step_done(rollout_id)
 
 
 def timeline() -> Timeline:

@@ -30,3 +30,9 @@ def checkpoint() -> Callable[[RunConfig, int], str]:
         return args.checkpoint_dir
 
     return save
+
+
+@pytest.fixture(scope="session")
+def make_settings() -> Callable[..., RunConfig]:
+    """Settings of a run that writes nothing."""
+    return lambda **changes: RunConfig(**{"num_rollout": 8, **changes})

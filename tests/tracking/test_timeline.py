@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles.tracking import timeline
+from miles.tracking import trace_file
 from miles.tracking.timeline import KEPT_SPANS, Timeline
 
 
@@ -109,7 +109,7 @@ def test_the_file_is_a_chrome_trace(tmp_path):
     line = Timeline(tmp_path / "timeline.json")
     line.add("actor", "train", 10.0, 12.5, rollout_id=3)
     line.add("executor", "generate", 10.0, 11.0, rollout_id=4)
-    unfinished = timeline.read(tmp_path / "timeline.json")
+    unfinished = trace_file.read(tmp_path / "timeline.json")
     line.close()
     line.close()
     events = json.loads((tmp_path / "timeline.json").read_text())
@@ -124,7 +124,7 @@ def test_a_resumed_run_goes_on_in_the_same_file_even_after_a_kill(tmp_path):
     killed = Timeline(path)
     killed.add("actor", "train", 10.0, 12.5, rollout_id=0)
     with path.open("a") as file:
-        file.write(',\n{"name": "tor')
+        file.write('{"name": "tor')
     line = Timeline(path)
     line.add("actor", "train", 20.0, 22.5, rollout_id=1)
     line.close()
@@ -140,7 +140,7 @@ def test_an_empty_timeline_is_an_array_too(tmp_path):
 
 def test_a_full_disk_costs_the_file_and_not_the_run(tmp_path, caplog):
     line = Timeline(tmp_path / "timeline.json")
-    os.dup2(os.open("/dev/full", os.O_WRONLY), line._file)
+    os.dup2(os.open("/dev/full", os.O_WRONLY), line._file._file)
     line.add("actor", "train", 1.0, 2.0, rollout_id=0)
     line.add("actor", "train", 2.0, 3.0, rollout_id=1)
     line.close()

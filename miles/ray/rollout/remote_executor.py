@@ -9,6 +9,7 @@ from miles.protocols import Engine
 from miles.ray.run import Run
 from miles.ray.worker_handle import CallTimeout, WorkerHandle
 from miles.tracking import tracking
+from miles.tracking.critical_path import Arrival
 from miles.types import EvalResult, RolloutDataRef
 
 logger = logging.getLogger(__name__)
@@ -36,13 +37,14 @@ class RemoteExecutor:
             except CallTimeout as error:
                 error.add_note(f"In flight: {await self._handle.stats()}")
                 raise
+        tracking.timeline().arrived(rollout_id, Arrival(ref.times, ref.ready))
         self._run.manager.store.adopt(ref.shares)
         return ref
 
     async def eval(self, rollout_id: int, hf_dir: str | None = None) -> EvalResult:
         """One evaluation; its metrics are logged at the rollout that it belongs to, however late it ends."""
         step = 0 if self._run.trained_through is None and rollout_id == 0 else None
-        with tracking.timeline().span("executor", "eval", rollout_id=rollout_id):
+        with tracking.timeline().span("executor", "eval", rollout_id=rollout_id, background=hf_dir is not None):
             result: EvalResult = await self._run.guard.watch(self._handle.eval(rollout_id, hf_dir))
         if result.reason:
             logger.warning("evaluation after rollout %d: %s", rollout_id, result.reason)

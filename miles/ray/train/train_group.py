@@ -81,7 +81,7 @@ class TrainGroup:
         if self._on_trained is not None:
             await self._on_trained(rollout_id, step)
         if (rollout_id + 1) % self.args.update_weights_interval:
-            log_step(rollout_id)
+            tracking.step_done(rollout_id)
         if run.guard.signum is None:
             return
         saved = ""
@@ -95,13 +95,14 @@ class TrainGroup:
     async def update_weights(self, engines: Sequence[Engine], rollout_id: int | None = None) -> int:
         """Publish the current weights to `engines`, proved by checksums. Returns their version."""
         version = weight_update.version_after(self.args, rollout_id)
-        with tracking.timeline().span("actor", "publish", **({} if rollout_id is None else {"rollout_id": rollout_id})):
+        with tracking.timeline().span("actor", "publish", **({} if rollout_id is None else {"rollout_id": rollout_id})) as span:
             async with self._awake():
                 await weight_update.move(
                     self.args, self.ranks, engines, version, end_engine=self._end_engine, one_host=await self._one_host(engines)
                 )
+        tracking.timeline().published(span, [cast(WorkerHandle, engine).worker_name for engine in engines])
         if rollout_id is not None:
-            log_step(rollout_id)
+            tracking.step_done(rollout_id)
         return version
 
     async def _end_engine(self, engine: Engine) -> None:
@@ -175,10 +176,3 @@ class TrainGroup:
     async def _all(self, method: str, *args: Any) -> list[Any]:
         calls = [getattr(rank, method)(*args) for rank in self.ranks]
         return await self._run.guard.watch(all_or_first_error(calls))
-
-
-def log_step(rollout_id: int) -> None:
-    """The perf/* of a rollout whose training, and publish where one was due, are done."""
-    metrics = tracking.timeline().step_metrics(rollout_id)
-    if metrics:
-        tracking.log(metrics, rollout_id)
