@@ -10,50 +10,23 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import platform
-import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, PreTrainedModel, Qwen3Config
+from report import machine, summary, table, write
+from shapes import DTYPES, SIZES, Size, make_model
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 from miles.config.run_config import RunConfig
 from miles.engines.embedded.engine import EmbeddedEngine
 from miles.types import GenerateRequest, SamplingParams
-
-
-@dataclass(frozen=True)
-class Size:
-    """A Qwen3 shape, random weights."""
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    vocabulary: int
-    requests: int = 64
-    mean_length: int = 34
-    longest: int = 128
-
-
-SIZES = {
-    "ci": Size(2, 64, 4, 2, 16, 128, 512, requests=16, mean_length=8, longest=24),
-    "tiny": Size(4, 128, 4, 2, 32, 256, 4096),
-    "tiny-49k": Size(4, 128, 4, 2, 32, 256, 49152),
-    "135m": Size(30, 576, 9, 3, 64, 1536, 49152),
-    "0.6b": Size(28, 1024, 16, 8, 128, 3072, 151936, requests=256, mean_length=256, longest=1024),
-    "1.7b": Size(28, 2048, 16, 8, 128, 6144, 151936, requests=256, mean_length=256, longest=1024),
-    "4b": Size(36, 2560, 32, 8, 128, 9728, 151936, requests=256, mean_length=256, longest=1024),
-}
 
 
 @dataclass(frozen=True)
@@ -80,22 +53,6 @@ class Work:
         return max(map(len, self.prompts)) + max(self.lengths)
 
 
-def make_model(size: Size, folder: str) -> None:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=size.vocabulary,
-        hidden_size=size.hidden,
-        intermediate_size=size.intermediate,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.kv_heads,
-        head_dim=size.head_dim,
-        tie_word_embeddings=True,
-        eos_token_id=1,
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-
-
 class Rate(NamedTuple):
     """Tokens per second by the clock, and per second of this process's CPU time, which a busy machine disturbs less."""
 
@@ -103,21 +60,22 @@ class Rate(NamedTuple):
     cpu: float
 
 
-def timed(run: Callable[[], int], expected: int, repeats: int, device: str) -> list[Rate]:
-    """The rate of each repeat, after one to warm up."""
-    rates = []
-    for repeat in range(repeats + 1):
-        begin, begin_cpu = time.perf_counter(), time.process_time()
-        made = run()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        if repeat:
-            rates.append(Rate(expected / (time.perf_counter() - begin), expected / (time.process_time() - begin_cpu)))
-        assert made == expected, f"{made} tokens instead of {expected}"
-    return rates
+Run = Callable[[], int]
+"""Answers all requests once, and returns how many new tokens there are."""
 
 
-def with_engine(folder: str, work: Work, options: argparse.Namespace) -> list[Rate]:
+def timed(run: Run, expected: int, device: str) -> Rate:
+    begin, begin_cpu = time.perf_counter(), time.process_time()
+    made = run()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    rate = Rate(expected / (time.perf_counter() - begin), expected / (time.process_time() - begin_cpu))
+    assert made == expected, f"{made} tokens instead of {expected}"
+    return rate
+
+
+@contextmanager
+def with_engine(folder: str, work: Work, options: argparse.Namespace, graphs: bool = True) -> Iterator[Run]:
     args = RunConfig(
         hf_checkpoint=folder,
         device=options.device,
@@ -125,6 +83,7 @@ def with_engine(folder: str, work: Work, options: argparse.Namespace) -> list[Ra
         engine_threads=options.threads,
         engine_max_running=len(work.prompts),
         engine_max_context=-(-work.context // 64) * 64,
+        engine_cuda_graphs=graphs,
     )
     engine = EmbeddedEngine(args, "benchmark")
     loop = asyncio.new_event_loop()
@@ -132,24 +91,28 @@ def with_engine(folder: str, work: Work, options: argparse.Namespace) -> list[Ra
 
     async def all_of_them() -> int:
         asked = [
-            GenerateRequest(f"r{i}", prompt, SamplingParams(length, seed=i, ignore_eos=True))
+            GenerateRequest(f"r{i}.", prompt, SamplingParams(length, seed=i, ignore_eos=True))
             for i, (prompt, length) in enumerate(zip(work.prompts, work.lengths, strict=True))
         ]
         return sum(len(answer.token_ids) for answer in await asyncio.gather(*map(engine.generate, asked)))
 
     try:
-        return timed(lambda: loop.run_until_complete(all_of_them()), work.tokens, options.repeats, options.device)
+        yield lambda: loop.run_until_complete(all_of_them())
     finally:
         loop.run_until_complete(engine.dispose())
         loop.close()
 
 
+def with_engine_without_graphs(folder: str, work: Work, options: argparse.Namespace) -> AbstractContextManager[Run]:
+    return with_engine(folder, work, options, graphs=False)
+
+
 def load(folder: str, options: argparse.Namespace) -> PreTrainedModel:
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[options.dtype]
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").to(options.device).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[options.dtype], attn_implementation="sdpa").to(options.device).eval()
 
 
-def with_generate(folder: str, work: Work, options: argparse.Namespace) -> list[Rate]:
+@contextmanager
+def with_generate(folder: str, work: Work, options: argparse.Namespace) -> Iterator[Run]:
     """One padded batch, left-padded as transformers asks for, until the longest response is done."""
     model = load(folder, options)
     longest = max(map(len, work.prompts))
@@ -157,19 +120,20 @@ def with_generate(folder: str, work: Work, options: argparse.Namespace) -> list[
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in work.prompts], device=options.device)
     settings = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, max_new_tokens=max(work.lengths), pad_token_id=0)
 
+    @torch.inference_mode()
     def run() -> int:
         out = model.generate(ids, attention_mask=mask, generation_config=settings)
         assert out.shape[1] == longest + max(work.lengths)
         return work.tokens
 
-    with torch.inference_mode():
-        return timed(run, work.tokens, options.repeats, options.device)
+    yield run
 
 
-def with_continuous_batching(folder: str, work: Work, options: argparse.Namespace) -> list[Rate]:
+@contextmanager
+def with_continuous_batching(folder: str, work: Work, options: argparse.Namespace) -> Iterator[Run]:
     model = load(folder, options)
     settings = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, max_new_tokens=max(work.lengths), eos_token_id=-1, pad_token_id=0)
-    limits = ContinuousBatchingConfig(max_memory_percent=0.1) if options.device == "cpu" else ContinuousBatchingConfig()
+    limits = ContinuousBatchingConfig(max_memory_percent=0.1 if options.device == "cpu" else 0.3)
     manager = model.init_continuous_batching(generation_config=settings, continuous_batching_config=limits)
     manager.start()
 
@@ -184,13 +148,14 @@ def with_continuous_batching(folder: str, work: Work, options: argparse.Namespac
         return made
 
     try:
-        return timed(run, work.tokens, options.repeats, options.device)
+        yield run
     finally:
         manager.stop(block=True, timeout=30)
 
 
-WAYS: dict[str, Callable[[str, Work, argparse.Namespace], list[Rate]]] = {
+WAYS: dict[str, Callable[[str, Work, argparse.Namespace], AbstractContextManager[Run]]] = {
     "embedded engine": with_engine,
+    "embedded engine without CUDA graphs": with_engine_without_graphs,
     "model.generate, padded": with_generate,
     "transformers continuous batching": with_continuous_batching,
 }
@@ -201,11 +166,12 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="ci")
     parser.add_argument("--siblings", type=int, default=1, help="requests that share one prompt")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=WAYS, action="append", help="measure only this one (may be repeated)")
+    parser.add_argument("--folder", help="where the model is written meanwhile; default: a temporary folder")
     parser.add_argument("--json", help="also write the result to this file")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -213,38 +179,46 @@ def main() -> None:
     transformers.logging.disable_progress_bar()
     size = SIZES[options.size]
     work = Work.draw(size, options.siblings, options.seed)
-    with tempfile.TemporaryDirectory() as folder:
-        make_model(size, folder)
-        rates = {name: way(folder, work, options) for name, way in WAYS.items() if name in (options.only or WAYS)}
+    wanted = options.only or [name for name in WAYS if options.device == "cuda" or "CUDA" not in name]
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder, ExitStack() as stack:
+        make_model(size, folder, options.dtype, options.device)
+        runs = {name: stack.enter_context(WAYS[name](folder, work, options)) for name in wanted}
+        rates = alternated(runs, work, options)
     report(size, work, options, rates)
 
 
+def alternated(runs: dict[str, Run], work: Work, options: argparse.Namespace) -> dict[str, list[Rate]]:
+    """The rates of every repeat, after one to warm up; every other time in the opposite order."""
+    rates: dict[str, list[Rate]] = {name: [] for name in runs}
+    for repeat in range(options.repeats + 1):
+        for name in list(runs)[:: 1 if repeat % 2 else -1]:
+            rate = timed(runs[name], work.tokens, options.device)
+            if repeat:
+                rates[name].append(rate)
+    return rates
+
+
 def report(size: Size, work: Work, options: argparse.Namespace, rates: dict[str, list[Rate]]) -> None:
-    medians = {name: Rate(*map(statistics.median, zip(*values, strict=True))) for name, values in rates.items()}
-    result: dict[str, Any] = {
-        "size": options.size,
-        "shape": asdict(size),
-        "siblings": options.siblings,
-        "device": torch.cuda.get_device_name() if options.device == "cuda" else platform.machine(),
-        "dtype": options.dtype,
-        "threads": options.threads,
-        "requests": len(work.prompts),
-        "tokens": work.tokens,
-        "context": work.context,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "tokens_per_second": {
-            name: {"median": medians[name]._asdict(), "all": [value._asdict() for value in values]} for name, values in rates.items()
-        },
-    }
-    first = next(iter(medians.values()))
+    wall = {name: summary([rate.wall for rate in values]) for name, values in rates.items()}
+    cpu = {name: summary([rate.cpu for rate in values]) for name, values in rates.items()}
+    facts = {"requests": len(work.prompts), "tokens": work.tokens, "context": work.context, "shape": asdict(size)}
+    first = next(iter(rates))
+    rows = [
+        [
+            name,
+            f"{wall[name]['median']:.0f}",
+            f"{wall[name]['least']:.0f} to {wall[name]['most']:.0f}",
+            f"{wall[first]['median'] / wall[name]['median']:.2f}",
+            f"{cpu[first]['median'] / cpu[name]['median']:.2f}",
+        ]
+        for name in rates
+    ]
     print(f"{options.size}, {len(work.prompts)} requests of {work.tokens} new tokens, {options.siblings} a prompt, {options.device}")
-    print(f"  {'':34} {'tokens/s':>12} {'':>8} {'tokens/CPU s':>16}")
-    for name, rate in medians.items():
-        print(f"  {name:34} {rate.wall:12.0f} {first.wall / rate.wall:7.2f}x {rate.cpu:16.0f} {first.cpu / rate.cpu:7.2f}x")
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump(result, file, indent=1)
+    print(table(["", "tokens/s", "spread", f"{first} is faster by", "by CPU time"], rows))
+    write(
+        options.json,
+        {"options": vars(options), "machine": machine(options.device)} | facts | {"tokens_per_second": wall, "tokens_per_cpu_second": cpu},
+    )
 
 
 if __name__ == "__main__":

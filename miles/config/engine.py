@@ -24,6 +24,8 @@ class EngineSection(Section):
     """Tokens of prompt and response together that one request may have."""
     engine_prefill_tokens: int = Field(2048, ge=1)
     """Prompt tokens that one prefill step of the embedded engine computes."""
+    engine_cuda_graphs: bool = True
+    """On a GPU the embedded engine replays its decode steps as CUDA graphs; a step of a size not met before takes longer once."""
     pause_mode: Literal["retract", "in_place", "abort"] = "retract"
     """What a publish does to running requests: compute their KV cache anew, keep it, or cut them off."""
     engine_start_timeout: float = Field(300.0, gt=0)

@@ -8,8 +8,8 @@ from miles.config.section import Section
 
 
 class WeightsSection(Section):
-    weight_transport: Literal["auto", "shared_memory", "broadcast", "disk"] = "auto"
-    """How weights travel; auto takes shared memory on one host's CPUs and broadcast otherwise, and logs its choice."""
+    weight_transport: Literal["auto", "shared_memory", "cuda_ipc", "broadcast", "disk"] = "auto"
+    """How weights travel; auto takes shared memory on one host's CPUs, CUDA IPC on one GPU, else broadcast, and logs why."""
     weight_bucket_mb: int = Field(256, ge=1)
     """Size of one bucket in MiB; a larger tensor gets a bucket of its own."""
     weight_sync_dir: str | None = None

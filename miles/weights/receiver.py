@@ -58,6 +58,8 @@ class WeightLoader:
         buffer = receiver.receive(index)
         for spec in plan.buckets[index]:
             self._parameters[spec.name].copy_(view_of(buffer, spec))
+        if buffer.is_cuda:
+            torch.cuda.current_stream(buffer.device).synchronize()  # the sender may write over it when this returns
         self._next += 1
 
     def finish(self) -> dict[str, str]:

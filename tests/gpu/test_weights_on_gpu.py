@@ -1,5 +1,6 @@
 """Weights that leave from and arrive on GPUs. Run by hand: pytest -m gpu tests/gpu/test_weights_on_gpu.py"""
 
+import gc
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +14,7 @@ from miles.weights.broadcast_group import Group
 from miles.weights.checksum import checksum
 from miles.weights.receiver import WeightLoader
 from miles.weights.sender import WeightPublisher
+from tests.weights.engine_process import engines, publish
 
 pytestmark = pytest.mark.gpu
 
@@ -37,11 +39,48 @@ def test_mix64_is_fast() -> None:
     assert speed > 50
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "disk", "broadcast"])
+@pytest.mark.parametrize("transport", ["shared_memory", "disk", "broadcast", "cuda_ipc"])
 @pytest.mark.parametrize("devices", [("cuda:0", "cuda:0"), ("cuda:0", "cpu")])
 def test_gpu_weights_arrive_on_any_device(transport: str, devices: tuple[str, str], tmp_path: Path) -> None:
     """Trainer and engines share one GPU, so broadcast goes over gloo."""
     publish_over(transport, devices, 0.5, tmp_path)
+
+
+def free_memory() -> int:
+    torch.cuda.synchronize()
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
+
+
+def test_cuda_ipc_between_processes_and_nothing_is_left() -> None:
+    """float32 weights leave as bfloat16; an engine that was killed is done without; buffers of 64 MiB come back to the GPU."""
+    weights = {f"w{index}": torch.randn(1 << 12, 1 << 12, device="cuda") for index in range(6)}
+    shapes = [(name, torch.bfloat16, tuple(weight.shape)) for name, weight in weights.items()]
+    args = RunConfig(weight_bucket_mb=64, gpus_per_trainer=0.5, gpus_per_engine=0.4)
+    publisher = WeightPublisher(shapes, args, "cuda")
+    with engines(2) as (first, second):
+        for engine in (first, second):
+            engine.call("make", shapes, 20.0, "cuda")
+        before = free_memory()
+        for version in (1, 2, 3):
+            for weight in weights.values():
+                weight.mul_(1 + version)
+            sent, *received = publish(publisher, weights, [first, second], version)
+            assert received == [sent, sent]
+            assert sent == {name: checksum(weight.bfloat16(), "mix64") for name, weight in weights.items()}
+        assert publisher.plan(4, num_receivers=2).transport == "cuda_ipc"
+        second.kill()
+        publisher.close()
+        sent, received = publish(publisher, weights, [first], 4)
+        assert received == sent
+        values = first.call("values")
+        assert all(torch.equal(values[name], weight.bfloat16().cpu()) for name, weight in weights.items())
+        assert free_memory() > before - (2 * 64 << 20) - (64 << 20), "two buffers, and what the killed engine gave back"
+        publisher.dispose()
+        first.call("dispose")
+        left = before - free_memory()
+        assert left < 32 << 20, f"{left >> 20} MiB are left"
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 3, reason="NCCL wants one GPU for each member")

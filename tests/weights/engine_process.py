@@ -19,7 +19,7 @@ SPAWN = multiprocessing.get_context("spawn")
 
 
 def serve(connection: Any) -> None:
-    """Child: ("make", shapes, timeout) builds parameters and loader; ("values",) gives copies; else a method of the loader."""
+    """Child: ("make", shapes, timeout, device) builds parameters and loader; ("values",) gives copies; else a method of the loader."""
     torch.set_num_threads(1)
     loader, parameters = WeightLoader({"none": torch.zeros(1)}), {}
     while True:
@@ -31,11 +31,12 @@ def serve(connection: Any) -> None:
             result = None
             if method == "make":
                 loader.dispose()
-                shapes, timeout = arguments
-                parameters = {name: torch.zeros(tuple(shape), dtype=dtype) for name, dtype, shape in shapes}
+                shapes, timeout, *device = arguments
+                where = device[0] if device else "cpu"
+                parameters = {name: torch.zeros(tuple(shape), dtype=dtype, device=where) for name, dtype, shape in shapes}
                 loader = WeightLoader(parameters, timeout)
             elif method == "values":
-                result = {name: tensor.clone() for name, tensor in parameters.items()}
+                result = {name: tensor.cpu().clone() for name, tensor in parameters.items()}
             else:
                 result = getattr(loader, method)(*arguments)
             connection.send((None, result))

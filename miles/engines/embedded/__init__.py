@@ -7,6 +7,7 @@ attention.py    attention of a packed batch over the slots
 model.py        loads the model; its forward pass as transformers makes it
 llama.py        the same, written out for Llama-shaped models
 fitting.py      chooses the forward pass and proves it
+graphs.py       decode steps as CUDA graphs
 sampling.py     logits and seeds into tokens and log-probs
 stopping.py     when a sequence is done
 decoder.py      one step: schedule, forward, sample, retire

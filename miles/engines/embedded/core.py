@@ -51,6 +51,7 @@ class EngineCore:
             max_running=args.engine_max_running,
             max_context=args.engine_max_context,
             prefill_tokens=args.engine_prefill_tokens,
+            cuda_graphs=args.engine_cuda_graphs,
         )
         logger.info("engine %s: %s on %s, ready in %.1f s", self.name, type(model).__name__, self.device, time.monotonic() - begin)
 

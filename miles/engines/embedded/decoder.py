@@ -11,6 +11,8 @@ from transformers import PreTrainedModel
 from miles.engines.embedded.attention import Batch
 from miles.engines.embedded.cache import SlotCache
 from miles.engines.embedded.fitting import fit_forward
+from miles.engines.embedded.graphs import DecodeGraphs
+from miles.engines.embedded.llama import LlamaForward
 from miles.engines.embedded.model import move, probe_cache
 from miles.engines.embedded.sampling import Draw, sample
 from miles.engines.embedded.scheduler import Plan, Scheduler
@@ -21,12 +23,16 @@ from miles.engines.embedded.stopping import Stopping
 class Decoder:
     """Continuous batching over one model."""
 
-    def __init__(self, model: PreTrainedModel, stopping: Stopping, *, max_running: int, max_context: int, prefill_tokens: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, stopping: Stopping, *, max_running: int, max_context: int, prefill_tokens: int, cuda_graphs: bool
+    ) -> None:
         self.model = model
         self.stopping = stopping
         self.max_context = max_context
         self.cache = SlotCache(probe_cache(model), max_running, max_context)
         self.forward = fit_forward(model, self.cache)
+        graphed = cuda_graphs and model.device.type == "cuda" and isinstance(self.forward, LlamaForward)
+        self.graphs = DecodeGraphs(self.forward, self.cache) if graphed else None
         self.scheduler = Scheduler(self.cache, max_running, prefill_tokens)
         self.version = 0
         self._poisoned = False
@@ -63,11 +69,13 @@ class Decoder:
         if self._poisoned:  # masked or not, a NaN in the cache spoils what reads it (0 x NaN)
             self.scheduler.forget_cache()
             self.cache.allocate()
+            self._forget_graphs()
             self._poisoned = False
 
     def offload(self) -> None:
         """Free the cache and bring the weights to host memory. Running sequences will be prefilled anew."""
         self.scheduler.forget_cache()
+        self._forget_graphs()
         self.cache.release()
         self._move(torch.device("cpu"))
 
@@ -82,6 +90,10 @@ class Decoder:
             self.forward.rebind()
             torch.cuda.empty_cache()
 
+    def _forget_graphs(self) -> None:
+        if self.graphs is not None:
+            self.graphs.forget()
+
     def _compute(self, plan: Plan) -> list[tuple[Sequence, int, float]]:
         """Forward and sample: (sequence, token, log-prob) of every chunk that reaches its sequence's end."""
         token_ids: list[int] = []
@@ -93,9 +105,12 @@ class Decoder:
             if chunk.end == len(sequence.tokens):
                 ready.append(sequence)
                 keep.append(len(token_ids) - 1)
-        batch = Batch.plan(self.cache, plan.decodes, plan.prefills)
-        device = batch.positions.device
-        logits = self.forward(torch.tensor(token_ids, device=device), batch, torch.tensor(keep, dtype=torch.long, device=device))
+        if self.graphs is not None and not plan.prefills and len(plan.decodes) == len(self.scheduler.running):
+            logits = self.graphs(token_ids, [chunk.start for chunk in plan.decodes])
+        else:
+            batch = Batch.plan(self.cache, plan.decodes, plan.prefills)
+            device = batch.positions.device
+            logits = self.forward(torch.tensor(token_ids, device=device), batch, torch.tensor(keep, dtype=torch.long, device=device))
         if not ready:
             return []
         tokens, logprobs = sample(logits, [Draw(row.request.sampling, row.num_written) for row in ready])

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -113,3 +114,29 @@ def test_bfloat16(checkpoint: str) -> None:
     requests = asked(24)
     assert gaps(checkpoint, torch.bfloat16, requests, bench.answers(requests)).mean() < 0.05
     bench.close()
+
+
+@torch.inference_mode()
+def test_cuda_graphs_change_no_number(checkpoint: str, other_checkpoint: str) -> None:
+    """Many sizes of batch and of context, new weights in the same memory, and memory that has moved."""
+    benches = [Bench(checkpoint, engine_cuda_graphs=graphs, engine_max_context=512, engine_max_running=24) for graphs in (True, False)]
+    with_graphs = benches[0].engine._core.ready.graphs
+    assert with_graphs is not None
+    assert benches[1].engine._core.ready.graphs is None
+    other = dict(AutoModelForCausalLM.from_pretrained(other_checkpoint, dtype=torch.float32).named_parameters())
+    requests = [replace(request, sampling=replace(request.sampling, max_new_tokens=20 + 15 * i)) for i, request in enumerate(asked(28))]
+    for turn in range(3):
+        answers = [bench.answers(requests) for bench in benches]
+        assert len(with_graphs._graphs) > 8
+        for graphed, plain in zip(*answers, strict=True):
+            assert graphed.token_ids == plain.token_ids
+            np.testing.assert_allclose(graphed.logprobs, plain.logprobs, atol=1e-4)
+        for bench in benches:
+            if turn == 0:
+                for name, parameter in bench.engine._core.weights.parameters.items():
+                    parameter.copy_(other[name])
+            else:
+                bench.wait(bench.engine.offload())
+                bench.wait(bench.engine.onload())
+    for bench in benches:
+        bench.close()
