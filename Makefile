@@ -1,7 +1,8 @@
 # make quickstart   a model learns sums on this machine, in about five minutes after the install
 # make install      the virtual environment .venv alone
 # make test         format, lint, types, and all tests
-.PHONY: help quickstart install check test clean
+# make sglang-cpu   .venv-sglang, a real SGLang server for CPUs, which tests run against (2.4 GB)
+.PHONY: help quickstart install check test sglang-cpu clean
 PYTHON ?=
 ARGS ?=
 export PYTHON
@@ -19,8 +20,11 @@ install:
 check: install
 	@scripts/check
 
-test: check
+sglang-cpu:
+	@scripts/sglang-cpu
+
+test: check sglang-cpu
 	@OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -n 2 --dist loadfile
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf .venv .venv-sglang build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -1,6 +1,6 @@
-"""[engine]: the inference engines. Options of a real SGLang server pass through the table [sglang]."""
+"""[engine]: the inference engines."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -8,12 +8,12 @@ from miles.config.section import Section
 
 
 class EngineSection(Section):
-    engine: Literal["embedded"] = "embedded"
-    """embedded: our own small engine, on any device."""
+    engine: Literal["embedded", "sglang"] = "embedded"
+    """embedded: our own small engine, on any device. sglang: a real SGLang server for each engine."""
     num_engines: int = Field(1, ge=1)
     """Inference engines."""
     gpus_per_engine: float = Field(1.0, gt=0)
-    """GPU share of one engine; below 1 several workers share a GPU. Unused on CPU."""
+    """GPU share of one engine; below 1 several workers share a GPU, above it SGLang is tensor parallel. Unused on CPU."""
     cpus_per_engine: float = Field(1.0, ge=0)
     """CPU slots that one engine takes from Ray."""
     engine_threads: int | None = Field(None, ge=1)
@@ -32,3 +32,11 @@ class EngineSection(Section):
     """Seconds within which an engine must be ready."""
     engine_stuck_timeout: float = Field(120.0, gt=0)
     """Seconds without a token, while requests run and the engine is not paused, after which it counts as unhealthy."""
+    sglang_python: str | None = None
+    """Interpreter that has sglang; default: this one."""
+    sglang_urls: list[str] = Field(default_factory=list)
+    """Servers that run already, one for each engine; they are neither started nor ended."""
+    sglang_seeds: bool = True
+    """Give SGLang a seed for each request, so that a response can be had again; sampling takes a little longer."""
+    sglang: dict[str, Any] = Field(default_factory=dict)
+    """Options of SGLang's server by its own names, { mem_fraction_static = 0.5 }; they are stronger than what miles sets."""

@@ -10,6 +10,8 @@ from miles.config.run_config import SECTIONS, RunConfig
 from miles.config.schema import nearest, settings
 
 SECRETS = ("api_server_token",)
+PASSED_THROUGH = ("sglang",)
+"""Tables that are one setting each: their keys are another program's."""
 
 
 @dataclass(slots=True)
@@ -34,8 +36,10 @@ def read(path: str) -> TomlValues:
         if not isinstance(content, dict):
             where = f"; write it below [{known[table].section}]" if table in known else _guess(table, known)
             found.problems.append(f"{path}: {table} stands outside of any table{where}")
+        elif table in PASSED_THROUGH:
+            found.values[table] = content
         elif table not in SECTIONS:
-            found.problems.append(f"{path}: unknown table [{table}]{_guess(table, SECTIONS)}")
+            found.problems.append(f"{path}: unknown table [{table}]{_guess(table, [*SECTIONS, *PASSED_THROUGH])}")
         else:
             for key, value in content.items():
                 if key not in known:

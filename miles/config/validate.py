@@ -14,6 +14,18 @@ from miles.config.schema import settings
 
 logger = logging.getLogger(__name__)
 
+SGLANG_OURS = {
+    "model_path": "--hf-checkpoint",
+    "dtype": "--dtype",
+    "context_length": "--engine-max-context",
+    "max_running_requests": "--engine-max-running",
+    "custom_weight_loader": "nothing: weights come through it",
+    "host": "nothing: servers of a run listen on loopback",
+    "port": "nothing: a free one is taken",
+    "dp_size": "--num-engines",
+    "pp_size": "nothing: pipelines are not supported",
+}
+"""Options of SGLang's server that follow from settings of a run, and from which."""
 CORRECTIONS = ("use_rollout_logprobs", "use_tis", "keep_old_actor")
 
 
@@ -190,9 +202,33 @@ def processes(args: RunConfig) -> Iterator[Problem]:
         yield wrong(args, "in_process num_trainers", "ranks of one group need a process each")
     if args.mini_ft_controller and args.api_server_port == 0:
         yield wrong(args, "mini_ft_controller", "works through the control API; give it an --api-server-port")
-    for name in ("gpus_per_engine", "gpus_per_trainer"):
-        if args.__dict__[name] > 1:
-            yield wrong(args, name, "must be at most 1: one worker computes on one GPU; raise their number instead")
+    if args.gpus_per_trainer > 1:
+        yield wrong(args, "gpus_per_trainer", "must be at most 1: one worker computes on one GPU; raise their number instead")
+    if args.gpus_per_engine > 1 and args.engine != "sglang":
+        yield wrong(args, "gpus_per_engine engine", "must be at most 1: this engine computes on one GPU; raise their number instead")
+    if args.gpus_per_engine > 1 and not args.gpus_per_engine.is_integer():
+        yield wrong(args, "gpus_per_engine", "a tensor parallel engine has whole GPUs")
+
+
+def sglang(args: RunConfig) -> Iterator[Problem]:
+    if args.engine != "sglang":
+        for name in ("sglang", "sglang_python", "sglang_urls"):
+            if args.__dict__[name]:
+                yield wrong(args, f"{name} engine", "belongs to --engine sglang")
+        return
+    if args.sglang_urls and len(args.sglang_urls) != args.num_engines:
+        yield wrong(args, "sglang_urls num_engines", "each engine has one server")
+    if args.sglang_urls and (args.sglang or args.sglang_python):
+        name = "sglang" if args.sglang else "sglang_python"
+        yield wrong(args, f"{name} sglang_urls", "a server that runs already has its options and its interpreter")
+    if args.sglang_python and not os.access(args.sglang_python, os.X_OK):
+        yield wrong(args, "sglang_python", "no such interpreter; `make sglang-cpu` makes .venv-sglang/bin/python for CPUs")
+    for option in sorted(args.sglang.keys() & SGLANG_OURS.keys()):
+        yield Problem(("sglang",), f"--sglang {option}: is set through {SGLANG_OURS[option]}")
+    for option in sorted(name for name in args.sglang if name != name.lower() or "-" in name):
+        yield Problem(("sglang",), f"--sglang {option}: write it as {option.lower().replace('-', '_')}")
+    if args.sglang.get("quantization") and args.verify_weight_updates:
+        yield wrong(args, "sglang verify_weight_updates", "quantised weights have no checksum of what was sent; --no-verify-weight-updates")
 
 
 def warnings_of(args: RunConfig) -> list[str]:
@@ -222,6 +258,7 @@ RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     rewards,
     resuming,
     processes,
+    sglang,
 )
 
 

@@ -44,6 +44,7 @@ class HealthJudge:
         self.grace = grace
         self.verdict = Verdict.UNKNOWN
         self.reason = "not started"
+        self.gone = False  # beyond doubt: there is no process behind it
         self._epoch = 0
         self._failed = 0
         self._paused = False
@@ -55,7 +56,7 @@ class HealthJudge:
         self._failed = 0
         self._paused = False
         self._cold_until = now + self.grace
-        self.verdict, self.reason = Verdict.UNKNOWN, "starting"
+        self.verdict, self.reason, self.gone = Verdict.UNKNOWN, "starting", False
 
     def pause(self) -> None:
         """From now on silence means nothing. Idempotent."""
@@ -92,7 +93,7 @@ class HealthJudge:
         if probe.epoch != self._epoch:
             return self.verdict
         if fatal:
-            self.verdict, self.reason = Verdict.UNHEALTHY, reason
+            self.verdict, self.reason, self.gone = Verdict.UNHEALTHY, reason, True
             return self.verdict
         if self._cold_until is not None and now < self._cold_until:
             self.reason = f"starting: {reason}"

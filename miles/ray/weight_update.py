@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from miles.config.run_config import RunConfig
-from miles.protocols import Engine
+from miles.protocols import Engine, ProcessGone
 from miles.ray import run as runs
 from miles.ray.worker_handle import CallTimeout, WorkerDied, WorkerHandle
 from miles.ray.worker_manager import all_or_first_error
@@ -148,7 +148,7 @@ class _Receivers:
             while not (await asyncio.wait({task}, timeout=self._args.control_timeout))[0]:
                 await self._listen(engine, method)
             return task.result()
-        except WorkerDied as error:
+        except ProcessGone as error:
             raise EngineLost(str(error)) from error
         finally:
             if not task.done():

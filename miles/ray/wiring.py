@@ -27,6 +27,7 @@ from miles.types import Role
 logger = logging.getLogger(__name__)
 
 EXECUTOR = "executor"
+ENGINES = {"embedded": "miles.engines.embedded.engine.EmbeddedEngine", "sglang": "miles.engines.sglang.engine.SGLangEngine"}
 _MODEL_SETTINGS = ("hf_checkpoint", "ref_checkpoint", "critic_checkpoint")
 # glibc hands large blocks back at once; a training step then spends half its time on page faults.
 _TRAINER_MALLOC = "glibc.malloc.mmap_threshold=8589934592:glibc.malloc.trim_threshold=17179869184"
@@ -103,8 +104,8 @@ def engine_specs(args: RunConfig) -> list[WorkerSpec]:
     return [
         WorkerSpec(
             name=f"engine-{index}",
-            cls="miles.engines.embedded.engine.EmbeddedEngine",
-            kwargs={"args": args, "name": f"engine-{index}"},
+            cls=ENGINES[args.engine],
+            kwargs={"args": args, "name": f"engine-{index}"} | ({"url": args.sglang_urls[index]} if args.sglang_urls else {}),
             kind="engine",
             num_cpus=args.cpus_per_engine,
             num_gpus=_gpus(args, args.gpus_per_engine),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from miles.weights.buckets import dtype_of, view_of
 from miles.weights.checksum import checksum
 from miles.weights.transports import make_receiver
 
+Write = Callable[[Sequence[tuple[str, Tensor]]], None]
+"""Puts full tensors, by name, where they belong; they are gone when it has returned."""
+
 
 class WeightLoader:
     """Writes published weights into an engine's live parameters. Lives as long as the engine.
@@ -21,13 +24,15 @@ class WeightLoader:
     an error the parameters may be of two versions, and nothing may be served until a whole publish succeeded.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], timeout: float = 600.0) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], timeout: float = 600.0, write: Write | None = None) -> None:
         """
         Args:
             parameters: Hugging Face state-dict name -> live parameter. Tied weights once, under one of their names.
             timeout: seconds that a transport waits for the other end.
+            write: how received tensors get into the parameters; default: each is copied.
         """
         self._parameters = dict(parameters)
+        self._write = write or self._copy
         self._timeout = timeout
         self._plan: PublishPlan | None = None
         self._receiver: WeightReceiver | None = None
@@ -56,11 +61,14 @@ class WeightLoader:
         plan, receiver = self._open()
         assert index == self._next, f"bucket {self._next} is next, not {index}"
         buffer = receiver.receive(index)
-        for spec in plan.buckets[index]:
-            self._parameters[spec.name].copy_(view_of(buffer, spec))
+        self._write([(spec.name, view_of(buffer, spec)) for spec in plan.buckets[index]])
         if buffer.is_cuda:
             torch.cuda.current_stream(buffer.device).synchronize()  # the sender may write over it when this returns
         self._next += 1
+
+    def _copy(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        for name, tensor in tensors:
+            self._parameters[name].copy_(tensor)
 
     def finish(self) -> dict[str, str]:
         """Checksum by name of the live parameters themselves, read again after the copy; {} when the plan asks for none."""

@@ -11,7 +11,6 @@ graphs.py       decode steps as CUDA graphs
 sampling.py     logits and seeds into tokens and log-probs
 stopping.py     when a sequence is done
 decoder.py      one step: schedule, forward, sample, retire
-weights.py      new weights in place, checksums, snapshots
 requests.py     refuses what can never work
 core.py         requests, pauses and publishes around the decoder: what the serving thread does
 serving.py      the serving thread

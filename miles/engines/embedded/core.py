@@ -14,7 +14,7 @@ from miles.engines.embedded.model import load_model, pick_device, vocabulary_of
 from miles.engines.embedded.requests import Limits
 from miles.engines.embedded.sequence import Reply, Sequence
 from miles.engines.embedded.stopping import Stopping
-from miles.engines.embedded.weights import ServedWeights
+from miles.engines.served_weights import ServedWeights
 from miles.types import EngineHealth, GenerateRequest, PauseMode, PublishPlan
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class EngineCore:
         begin = time.monotonic()
         model = load_model(args.hf_checkpoint, args.dtype, self.device, trust_remote_code=args.trust_remote_code)
         stopping = Stopping.of(model, args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
-        self.weights = ServedWeights(model, args.publish_timeout)
+        self.weights = ServedWeights(dict(model.named_parameters()), args.publish_timeout)
         if args.check_weight_update_equal:
             self.weights.snapshot()
         self.limits = Limits(vocabulary_of(model), args.engine_max_context, stopping.tokenizer is not None)

@@ -62,10 +62,10 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> tuple[list[int], list
         scaled = scaled / torch.tensor(temperatures, device=logits.device)[:, None]
     top = scaled.amax(-1, keepdim=True)
     weights = (scaled - top).exp_()  # [rows, vocabulary] 1 at the likeliest
-    blocks = _block_sums(weights)
+    blocks = block_sums(weights)
     total = blocks.sum(-1, keepdim=True)  # float64 [rows, 1]
     where = torch.from_numpy(uniforms([row.seed for row in params], [draw.position for draw in draws])).to(logits.device)[:, None]
-    tokens = _invert(weights, blocks, where)
+    tokens = invert(weights, blocks, where)
 
     greedy = [i for i, row in enumerate(params) if row.temperature == 0]
     if greedy:
@@ -77,7 +77,7 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> tuple[list[int], list
     return tokens.tolist(), logprobs[:, 0].tolist()
 
 
-def _block_sums(weights: torch.Tensor) -> torch.Tensor:
+def block_sums(weights: torch.Tensor) -> torch.Tensor:
     """Sums of BLOCK neighbours, float64 [rows, blocks]; the last block may be shorter."""
     rows, vocabulary = weights.shape
     whole = vocabulary // BLOCK * BLOCK
@@ -85,7 +85,7 @@ def _block_sums(weights: torch.Tensor) -> torch.Tensor:
     return sums if whole == vocabulary else torch.cat([sums, weights[:, whole:].sum(-1, keepdim=True).double()], -1)
 
 
-def _invert(weights: torch.Tensor, blocks: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+def invert(weights: torch.Tensor, blocks: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
     """The first entry at which the cumulative sum passes where x total: first its block, then inside it. int64 [rows]"""
     vocabulary = weights.shape[-1]
     cumulative = blocks.cumsum(-1)

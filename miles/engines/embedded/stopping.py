@@ -42,9 +42,13 @@ class Stopping:
         Each token but special ones writes at least a byte, so a string's length in bytes bounds how far back it began; the few
         tokens more keep it away from the edge, where some tokenizers strip a space.
         """
-        assert self.tokenizer is not None
         reach = max(len(stop.encode()) for stop in stops) + 4
-        text = self.tokenizer.decode(sequence.tokens[max(sequence.prompt_length, len(sequence.tokens) - reach) :])
+        return self.contains(sequence.tokens[max(sequence.prompt_length, len(sequence.tokens) - reach) :], stops)
+
+    def contains(self, tokens: list[int], stops: tuple[str, ...]) -> bool:
+        """Whether the text of these tokens has a stop string in it."""
+        assert self.tokenizer is not None
+        text = self.tokenizer.decode(tokens)
         return any(stop in text for stop in stops)
 
 

@@ -13,9 +13,9 @@ from miles.config.run_config import RunConfig
 from miles.fault_tolerance.cells import CellState
 from miles.fault_tolerance.health import HealthJudge, Verdict, watch
 from miles.fault_tolerance.retry import retry
-from miles.protocols import Engine
+from miles.protocols import Engine, ProcessGone
 from miles.ray.run import Run
-from miles.ray.worker_handle import CallTimeout, WorkerDied, WorkerHandle
+from miles.ray.worker_handle import CallTimeout, WorkerHandle
 from miles.ray.worker_manager import all_or_first_error
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class EngineCell:
     handle: WorkerHandle
     state: CellState
     judge: HealthJudge
-    dead: bool = False
+    dead: bool = False  # its worker is gone, or what its worker needs
     serves: bool = True  # what the executor was last told
     watching: asyncio.Task[None] | None = None
     weight_version: int = 0
@@ -107,7 +107,7 @@ class EngineCells:
                 interval=self.args.health_interval,
                 timeout=self.args.health_timeout,
                 on_verdict=partial(self._judged, cell),
-                fatal=(WorkerDied,),
+                fatal=(ProcessGone,),
                 clock=asyncio.get_running_loop().time,
             ),
             name=f"health of {cell.name}",
@@ -148,7 +148,7 @@ class EngineCells:
             async def call() -> None:
                 try:
                     await getattr(cell.handle, method)(*args)
-                except WorkerDied as error:
+                except ProcessGone as error:
                     self.lose(cell, str(error))
                 except CallTimeout as error:
                     logger.error("%s", error)
@@ -193,7 +193,7 @@ class EngineCells:
             cell.state.change(serving=("True", ""))
             self.set_live(cell, True)
         if verdict is Verdict.UNHEALTHY:
-            self.lose(cell, reason, dead=reason.startswith(WorkerDied.__name__))
+            self.lose(cell, reason, dead=cell.judge.gone)
 
     def _unwatch(self, cell: EngineCell) -> None:
         if cell.watching is not None:

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from miles.types import PublishPlan
 from miles.weights.checksum import checksum, kind_for
-from miles.weights.receiver import WeightLoader
+from miles.weights.receiver import WeightLoader, Write
 
 SKIPPED = "skipped: "
 """Starts the finding of a tensor that is reported but not compared."""
 
 
 class ServedWeights:
-    """The model's parameters under their state-dict names, tied ones once.
+    """A model's parameters under their Hugging Face names, tied ones once.
 
     `intact` is False from the first received bucket until a whole publish has ended: the weights are of two versions then. A
     publish that has ended can still be found wrong by the other end, until the engine is resumed (`proven`).
     """
 
-    def __init__(self, model: PreTrainedModel, timeout: float) -> None:
-        self.parameters: dict[str, Tensor] = dict(model.named_parameters())
+    def __init__(self, parameters: Mapping[str, Tensor], timeout: float, write: Write | None = None) -> None:
+        """
+        Args:
+            parameters: name -> live parameter, or a view into one.
+            timeout: seconds that a transport waits for the other end.
+            write: puts received tensors into place; default: each is copied into its parameter.
+        """
+        self.parameters = dict(parameters)
+        self._write = write
         self.intact = True
         self._unproven = False
         self.plan: PublishPlan | None = None
@@ -32,9 +38,14 @@ class ServedWeights:
         self._loader: WeightLoader | None = None
         self._snapshot: dict[str, Tensor] = {}
 
+    def moved(self, parameters: Mapping[str, Tensor]) -> None:
+        """The same parameters lie elsewhere now."""
+        self.dispose()
+        self.parameters = dict(parameters)
+
     def begin(self, plan: PublishPlan, receiver_rank: int) -> None:
         if self._loader is None:
-            self._loader = WeightLoader(self.parameters, timeout=self._timeout)
+            self._loader = WeightLoader(self.parameters, timeout=self._timeout, write=self._write)
         self._loader.begin(plan, receiver_rank)
         self.plan = plan
 

@@ -1,0 +1,19 @@
+"""A real SGLang server as an engine.
+
+In our processes:
+
+engine.py       the engine: what the controller and the router call
+flights.py      requests under way: cut and sent again around a publish, every token under its version
+options.py      settings into the server's flags
+versions.py     what differs between the versions of SGLang
+server.py       the server's process: started, watched, ended with us
+client.py       HTTP: pooled, bounded, patient with passing faults
+commands.py     what is asked of the loader in the server, and its answers
+
+In the server's processes, by its own interpreter:
+
+launcher.py     starts the server
+loader.py       SGLang calls it for weights: receives, loads, checksums, compares
+places.py       where each Hugging Face tensor lies in the server's fused parameters
+seeds.py        a seed for each request
+"""

@@ -1,0 +1,64 @@
+"""A seed for each request, in the server: its tokens then depend on its seed and its place, not on who else is in the batch.
+
+SGLang's sampler takes a seed for each row, but its scheduler hands them on only together with batch-invariant kernels, which
+are far slower, and draws with a hash of every entry of the vocabulary. Here the seeds alone are handed on, and each row draws
+one uniform number that its distribution is inverted at, as the embedded engine does.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from sglang.srt.layers import sampler
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from torch import Tensor
+
+from miles.engines.embedded.sampling import block_sums, invert
+
+_from_schedule_batch = SamplingBatchInfo.from_schedule_batch
+
+
+def install() -> None:
+    """Idempotent. Before the first request: rows with and without a seed cannot share a batch."""
+    SamplingBatchInfo.from_schedule_batch = staticmethod(_with_seeds)
+    sampler.multinomial_with_seed = _draw
+
+
+def _with_seeds(batch: Any, vocab_size: int) -> SamplingBatchInfo:
+    info = _from_schedule_batch(batch, vocab_size)
+    if info.sampling_seed is None:
+        seeds = [request.sampling_params.sampling_seed for request in batch.reqs]
+        # a request without a seed is random, as it would be without this file
+        values = [random.getrandbits(62) if seed is None else seed for seed in seeds]
+        info.sampling_seed = torch.tensor(values, dtype=torch.int64).to(batch.device, non_blocking=True)
+    return info
+
+
+def _draw(logprobs: Tensor, seed: Tensor, positions: Tensor) -> Tensor:
+    """logprobs [rows, entries], -inf for what is left out; seed, positions [rows]. Returns int64 [rows, 1]."""
+    weights = logprobs.float().exp()
+    return invert(weights, block_sums(weights), uniforms(seed, positions)[:, None])[:, None]
+
+
+def uniforms(seed: Tensor, positions: Tensor) -> Tensor:
+    """One number in (0, 1) for each row, float64 [rows]: the embedded engine's, on any device and without waiting for it."""
+    golden = _signed(0x9E3779B97F4A7C15)
+    bits = _mix(_mix(seed.long() + golden) + golden * (positions.long() + 1))
+    return (_shifted(bits, 12).double() + 0.5) * 2.0**-52
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The finaliser of splitmix64 (Steele, Lea, Flood 2014), modulo 2^64 in int64."""
+    x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
