@@ -169,13 +169,15 @@ class WorkerManager:
             worker.channel.point_to(worker.actor)
             build = worker.channel.construct(spec.cls, spec.kwargs)
         task = asyncio.ensure_future(build)
-        done, _ = await asyncio.wait({task}, timeout=spec.start.seconds)
-        if not done:
-            text = await worker.handle.worker_stacks()
-            task.cancel()
-            limit = f"{spec.start.seconds:g} s ({spec.start.setting})"
-            raise CallTimeout(f"worker {spec.name} was not up within {limit}; log: {worker.handle.worker_log}\n{text}")
-        task.result()
+        try:
+            done, _ = await asyncio.wait({task}, timeout=spec.start.seconds)
+            if not done:
+                text = await worker.handle.worker_stacks()
+                limit = f"{spec.start.seconds:g} s ({spec.start.setting})"
+                raise CallTimeout(f"worker {spec.name} was not up within {limit}; log: {worker.handle.worker_log}\n{text}")
+            task.result()
+        finally:
+            task.cancel()  # another worker's failure may end this wait
 
     def _log_path(self, spec: WorkerSpec) -> str:
         return str(self._logs / f"{spec.name}.log")

@@ -258,6 +258,8 @@ class RolloutExecutor:
         try:
             return await task
         except asyncio.CancelledError:
-            if self.disposed:
+            caller = asyncio.current_task()
+            assert caller is not None
+            if self.disposed and not caller.cancelling():
                 raise RuntimeError("the rollout side was disposed during this call") from None
             raise

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import gc
 import os
 import time
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from miles.ray.host import Host
 from miles.ray.worker_handle import CallTimeout, WorkerDied, WorkerRestarted
 from tests.ray.conftest import plain
 from tests.ray.plain_workers import UserError
@@ -65,6 +67,29 @@ async def test_a_constructor_that_raises_leaves_nothing(manager):
             await manager.start(dataclasses.replace(plain("one"), cls="tests.ray.nowhere.Plain"))
     worker = await manager.start(plain("one"))
     assert await worker.quick() == "quick"
+
+
+async def test_a_start_that_is_given_up_says_nothing_afterwards(process_manager, monkeypatch):
+    """When one worker cannot be built, the others are ended while they are being built."""
+    asked, killed, reports = asyncio.Event(), asyncio.Event(), []
+
+    async def construct(self, cls, kwargs):
+        asked.set()
+        await killed.wait()
+        raise WorkerDied("one", "one.log", "it was ended by the run")
+
+    monkeypatch.setattr(Host, "construct", construct)
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: reports.append(context["message"]))
+    starting = asyncio.ensure_future(process_manager.start(plain("one")))
+    await asked.wait()
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    killed.set()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    gc.collect()
+    assert reports == []
 
 
 async def test_a_dead_worker_names_its_log_and_its_last_words(ray_manager):

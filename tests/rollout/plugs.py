@@ -81,6 +81,15 @@ async def deaf(sample: Sample, generate: GenerateCall) -> None:
     sample.status = SampleStatus.COMPLETED
 
 
+async def slow_to_end(sample: Sample, generate: GenerateCall) -> None:
+    """An environment that has something to put away when it is cancelled."""
+    try:
+        await generate(sample.prompt_ids)
+    finally:
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+
 def fails() -> Any:
     raise RuntimeError("the disk is full")
 

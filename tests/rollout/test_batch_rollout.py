@@ -288,6 +288,18 @@ async def test_dispose_ends_a_pending_call_and_leaves_nothing(make_args: MakeArg
     assert not account.open
 
 
+async def test_a_call_that_is_cancelled_while_dispose_runs_is_cancelled_and_no_error(make_args: MakeArgs, start: Start) -> None:
+    """As at a Ctrl-C in one process: the loop cancels the call, whose end takes longer than the dispose that follows."""
+    engine = ScriptedEngine(hold=True)
+    executor = await start(make_args(generate_function="tests.rollout.plugs.slow_to_end"), engine)
+    pending = asyncio.ensure_future(executor.get(0))
+    await until(lambda: engine.running >= 4)
+    pending.cancel()
+    await executor.dispose()
+    with pytest.raises(asyncio.CancelledError):
+        await pending
+
+
 async def test_unscored_samples_are_counted_and_kept_out(make_args: MakeArgs, start: Start) -> None:
     rows = [{"prompt": f"question {number}", "label": [1.0, None]} for number in range(4)]
     executor = await start(make_args(rows, reward="tests.rollout.plugs.by_label"), ScriptedEngine())
