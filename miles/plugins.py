@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 import threading
 from collections.abc import Mapping
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+_OTHER_WAYS = ("import *", "__getattr__", "globals()", "setattr", "exec(")
+"""How a module may have a name that its text does not show."""
 _one_at_a_time = threading.RLock()
 """Workers in one process load their classes in threads, and two threads inside one circle of imports see half-made modules."""
 
@@ -25,22 +30,66 @@ def load(name: str, builtin: Mapping[str, str] | None = None, *, setting: str = 
     Raises:
         ValueError: names the flag, the path and what was looked for.
     """
-    path = (builtin or {}).get(name, name)
-    blame = f"{setting}: " if setting else ""
-    if "." not in path:
-        known = f"; built in are {', '.join(sorted(builtin))}" if builtin else ""
-        raise ValueError(f"{blame}{name!r} is neither built in nor a dotted path such as my_module.my_function{known}")
-    module_name, _, attribute = path.rpartition(".")
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.append(here)
+    module_name, attribute = _place(name, builtin, setting)
     try:
         with _one_at_a_time:
             module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not (module_name == error.name or module_name.startswith(error.name + ".")):
             raise
-        raise ValueError(f"{blame}no module {module_name!r} for {name!r} (searched the current directory and sys.path)") from error
+        raise _no_module(module_name, name, setting) from error
     try:
         return getattr(module, attribute)
     except AttributeError:
-        raise ValueError(f"{blame}module {module_name!r} has no {attribute!r}") from None
+        raise _no_attribute(module_name, attribute, setting) from None
+
+
+def check(name: str, builtin: Mapping[str, str] | None = None, *, setting: str = "") -> None:
+    """Raise the ValueError that `load` would, as far as that can be told without running the module: it may be heavy, and the
+    process that checks a name early is not the one that will use it."""
+    if builtin is not None and name in builtin:
+        return
+    module_name, attribute = _place(name, builtin, setting)
+    spec = _find(module_name)
+    if spec is None:
+        raise _no_module(module_name, name, setting)
+    if spec.origin is None or not spec.origin.endswith(".py") or _find(f"{module_name}.{attribute}") is not None:
+        return
+    source = Path(spec.origin).read_text(encoding="utf-8", errors="replace")
+    if not re.search(rf"\b{re.escape(attribute)}\b", source) and not any(way in source for way in _OTHER_WAYS):
+        raise _no_attribute(module_name, attribute, setting)
+
+
+def _place(name: str, builtin: Mapping[str, str] | None, setting: str) -> tuple[str, str]:
+    """Module and attribute; from here on the current directory is searched."""
+    path = (builtin or {}).get(name, name)
+    module_name, _, attribute = path.rpartition(".")
+    if not module_name:
+        known = f"; built in are {', '.join(sorted(builtin))}" if builtin else ""
+        raise ValueError(f"{_blame(setting)}{name!r} is neither built in nor a dotted path such as my_module.my_function{known}")
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)
+    return module_name, attribute
+
+
+def _find(module_name: str) -> ModuleSpec | None:
+    """As importlib.util.find_spec, which would import the parents."""
+    top, *parts = module_name.split(".")
+    spec = find_spec(top) if top else None
+    for part in parts:
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        spec = PathFinder.find_spec(part, spec.submodule_search_locations)
+    return spec
+
+
+def _blame(setting: str) -> str:
+    return f"{setting}: " if setting else ""
+
+
+def _no_module(module_name: str, name: str, setting: str) -> ValueError:
+    return ValueError(f"{_blame(setting)}no module {module_name!r} for {name!r} (searched the current directory and sys.path)")
+
+
+def _no_attribute(module_name: str, attribute: str, setting: str) -> ValueError:
+    return ValueError(f"{_blame(setting)}module {module_name!r} has no {attribute!r}")

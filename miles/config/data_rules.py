@@ -1,10 +1,10 @@
 """Rules on where prompts come from and how answers are scored."""
 
 import math
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from miles.config.places import there
 from miles.config.problem import Problem, wrong
 from miles.config.run_config import RunConfig
 
@@ -29,11 +29,6 @@ def training_data(args: RunConfig) -> Iterator[Problem]:
         for name in ("prompt_weights", "curriculum", "lazy_data"):
             if args.__dict__[name]:
                 yield wrong(args, f"{name} advantage_estimator", "supervised training takes every row once an epoch, in memory")
-
-
-def there(path: str) -> bool:
-    """Whether a data set can be there: a path that exists, or something with a scheme, which its reader judges."""
-    return Path(path).expanduser().exists() or bool(re.match(r"[a-z][a-z0-9_+.-]+:", path))
 
 
 def rewards(args: RunConfig) -> Iterator[Problem]:

@@ -2,12 +2,11 @@
 
 import logging
 import math
-import os
-import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from miles.config.data_rules import rewards, there, training_data
+from miles.config.data_rules import rewards, training_data
+from miles.config.places import model_missing, newest_checkpoint, there, unwritable
 from miles.config.problem import Problem, wrong
 from miles.config.run_config import RunConfig
 from miles.config.schema import settings
@@ -152,29 +151,16 @@ def files(args: RunConfig) -> Iterator[Problem]:
     if not args.hf_checkpoint:
         yield Problem(("hf_checkpoint",), "--hf-checkpoint: a model is needed; `miles get-model` makes a small one")
     for name in ("hf_checkpoint", "ref_checkpoint", "critic_checkpoint"):
-        if args.__dict__[name] and (reason := _model_missing(args.__dict__[name])):
+        if args.__dict__[name] and (reason := model_missing(args.__dict__[name])):
             yield wrong(args, name, f"{reason}; `miles get-model` makes a small model")
 
 
-def _model_missing(name: str) -> str | None:
-    """Why this cannot be a model: neither a directory, nor random:..., nor a name that the hub could know."""
-    path = Path(name).expanduser()
-    if name.startswith("random:"):
-        return None
-    if path.is_dir():
-        return None if (path / "config.json").exists() else "no config.json in that directory"
-    first, _, rest = name.partition("/")
-    like_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", name) and first not in (".", "..", "models") and not Path(first).is_dir()
-    if not like_hub:
-        return "no such directory"
-    if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0") and not _hub_cache(f"models--{first}--{rest}").is_dir():
-        return "not in the local hub cache, and HF_HUB_OFFLINE forbids to download it"
-    return None
-
-
-def _hub_cache(folder: str) -> Path:
-    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
-    return Path(os.environ.get("HF_HUB_CACHE", home / "hub")) / folder
+def folders(args: RunConfig) -> Iterator[Problem]:
+    sentinel = args.save_trigger_sentinel
+    written = {name: args.__dict__[name] for name in ("run_root", "save", "weight_sync_dir", "eval_hf_dir")}
+    for name, folder in {**written, "save_trigger_sentinel": sentinel and str(Path(sentinel).parent)}.items():
+        if folder and (reason := unwritable(folder)):
+            yield wrong(args, name, reason)
 
 
 def resuming(args: RunConfig) -> Iterator[Problem]:
@@ -186,13 +172,6 @@ def resuming(args: RunConfig) -> Iterator[Problem]:
     elif args.start_rollout_id is None and args.num_rollout is not None and newest + 1 >= args.num_rollout:
         text = f"nothing to do: the checkpoint is at {newest + 1} of {args.num_rollout} rollouts; ask for more with --num-rollout"
         yield wrong(args, "load num_rollout", text)
-
-
-def newest_checkpoint(folder: Path) -> int | None:
-    """Rollout id of the newest complete checkpoint in a folder of checkpoints, or of the one that the folder is."""
-    candidates: Iterable[Path] = [folder, *folder.glob("rollout_*")] if folder.is_dir() else []
-    found = [int(match[1]) for path in candidates if (match := re.fullmatch(r"rollout_(\d+)", path.name)) and (path / "COMPLETE").exists()]
-    return max(found, default=None)
 
 
 def processes(args: RunConfig) -> Iterator[Problem]:
@@ -256,6 +235,7 @@ RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     training_data,
     files,
     rewards,
+    folders,
     resuming,
     processes,
     sglang,

@@ -8,17 +8,19 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, overload
 
 from miles.config.data import DataSection
 from miles.data.files import Found, RowFile, open_rows
-from miles.data.tokenizer import as_messages, as_tools, encode, kind, plain, prompt_text
+from miles.data.tokenizer import as_messages, as_tools, check_prompt, encode, kind, plain, prompt_text
 from miles.types import Message
 
 logger = logging.getLogger(__name__)
 
 RENDERED_AT_ONCE = 1024
 CHARACTERS_AT_ONCE = 2**20
+CHECKED_EARLY = 10_000  # rows: a fraction of a second
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +151,37 @@ def load_prompts(path: str, tokenizer: Any, args: DataSection, difficulty: str |
     return PromptSet(path, rows, num_skipped, keeper.num_too_long, None if difficulty is None else keeper.difficulty)
 
 
-def _row(tokenizer: Any, origin: str, value: Any, args: DataSection) -> tuple[str, PromptRow]:
+@dataclass(frozen=True, slots=True)
+class FirstRows:
+    """What the first rows of a file show without a tokenizer."""
+
+    count: int  # that can be used
+    labelled: int  # of these
+    is_all: bool  # the file has no more
+
+
+def check_prompts(path: str, args: DataSection, most: int = CHECKED_EARLY) -> FirstRows:
+    """Look at the first rows of a file as `load_prompts` will, for who has no tokenizer yet; raises what it will raise."""
+    count = labelled = seen = 0
+    first_bad: BadRowError | None = None
+    for found in islice(open_rows(path), most):
+        seen += 1
+        try:
+            _, row = _row(None, found.origin, found.value, args)
+        except ValueError as error:
+            first_bad = first_bad or BadRowError(f"{path}, {found.origin}: {error}")
+            if not args.skip_bad_rows:
+                raise first_bad from None
+            continue
+        count += 1
+        labelled += row.label is not None
+    if not count and seen < most:
+        raise _nothing(path, seen, str(first_bad))
+    return FirstRows(count, labelled, seen < most)
+
+
+def _row(tokenizer: Any | None, origin: str, value: Any, args: DataSection) -> tuple[str, PromptRow]:
+    """The text to send, and all of the row but its ids. Without a tokenizer: no text, and all is checked but the template's own rules."""
     if isinstance(value, Exception):
         raise ValueError(str(value))
     if not isinstance(value, dict):
@@ -161,7 +193,9 @@ def _row(tokenizer: Any, origin: str, value: Any, args: DataSection) -> tuple[st
         field = args.tools_key
         tools = as_tools(value.get(field)) if args.apply_chat_template else None
         field = args.prompt_key
-        text = prompt_text(tokenizer, prompt, tools, args)
+        if tokenizer is None:
+            check_prompt(prompt, args)
+        text = "" if tokenizer is None else prompt_text(tokenizer, prompt, tools, args)
         field = args.metadata_key
         metadata = _metadata(plain(value.get(field)))
     except ValueError as error:
@@ -196,7 +230,11 @@ def _report(path: str, kept: int, num_skipped: int, skipped: list[str], keeper: 
     if too_long:
         logger.warning("%s: dropped %d prompts longer than max_prompt_length %s", path, too_long, longest)
     if not kept:
-        why = f"; {num_skipped} bad rows skipped, the first: {skipped[0]}" if num_skipped else ""
-        why += f"; {too_long} dropped as longer than --max-prompt-length {longest}" if too_long else ""
-        raise ValueError(f"{path}: no prompts to use{why or ': the file is empty'}")
+        dropped = f"; {too_long} dropped as longer than --max-prompt-length {longest}" if too_long else ""
+        raise _nothing(path, num_skipped, "".join(skipped), dropped)
     logger.info("%s: %d prompts, %d to %d tokens", path, kept, *keeper.lengths)
+
+
+def _nothing(path: str, num_skipped: int, first: str, dropped: str = "") -> ValueError:
+    why = (f"; {num_skipped} bad rows skipped, the first: {first}" if num_skipped else "") + dropped
+    return ValueError(f"{path}: no prompts to use{why or ': the file is empty'}")

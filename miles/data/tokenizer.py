@@ -1,4 +1,7 @@
-"""The tokenizer and the prompts it renders. Imports no torch: the tokenizers library does the work."""
+"""The tokenizer and the prompts it renders. Imports no torch: the tokenizers library does the work.
+
+transformers, whose import takes a second, comes with the first tokenizer: who only checks prompts does without.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,6 @@ from typing import Any
 
 import numpy as np
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerFast
 
 from miles.config.data import DataSection
 from miles.config.model import ModelSection
@@ -37,14 +39,14 @@ def load_tokenizer(args: ModelSection) -> Any:
     if not name or (is_path and not path.is_dir()):
         raise ValueError(f"--hf-checkpoint: no directory {name!r}")
     where = str(path) if path.is_dir() else name
-    reader = PreTrainedTokenizerFast
+    reader = "transformers.PreTrainedTokenizerFast"
     if path.is_dir() and not (path / "tokenizer.json").exists():
         if not any((path / file).exists() for file in ("tokenizer_config.json", "config.json")):
             raise ValueError(f"--hf-checkpoint: {name!r} holds neither tokenizer.json nor tokenizer_config.json nor config.json")
         logger.info("%s has no tokenizer.json; loading its own tokenizer class, which imports torch", where)
-        reader = load("transformers.AutoTokenizer")
+        reader = "transformers.AutoTokenizer"
     try:
-        return reader.from_pretrained(where, trust_remote_code=args.trust_remote_code)
+        return load(reader).from_pretrained(where, trust_remote_code=args.trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"--hf-checkpoint: no tokenizer could be loaded from {name!r}: {error}") from error
 
@@ -62,15 +64,22 @@ def render_prompt(tokenizer: Any, prompt: Any, tools: Any, args: DataSection) ->
     return encode(tokenizer, [prompt_text(tokenizer, prompt, tools, args)])[0]
 
 
+def check_prompt(prompt: Any, args: DataSection) -> None:
+    """Raise the ValueError that rendering would, as far as that can be told without a tokenizer."""
+    prompt = plain(prompt)
+    if args.apply_chat_template:
+        as_messages(prompt)  # a copy is cheap beside the template
+    elif not isinstance(prompt, str):
+        raise ValueError(f"the prompt is a {kind(prompt)}, and --no-apply-chat-template takes only strings")
+    elif not prompt:
+        raise ValueError("the prompt is empty")
+
+
 def prompt_text(tokenizer: Any, prompt: Any, tools: Any, args: DataSection) -> str:
     """The prompt as one text: templated, or with templating off the string as it is."""
-    prompt = plain(prompt)
+    check_prompt(prompt, args)
     if not args.apply_chat_template:
-        if not isinstance(prompt, str):
-            raise ValueError(f"the prompt is a {kind(prompt)}, and --no-apply-chat-template takes only strings")
-        if not prompt:
-            raise ValueError("the prompt is empty")
-        return prompt
+        return str(plain(prompt))
     messages = as_messages(prompt)
     return render_messages(tokenizer, messages, as_tools(tools), args.chat_template_kwargs, add_generation_prompt=True)
 

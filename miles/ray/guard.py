@@ -50,7 +50,6 @@ class RunGuard:
     def __init__(self) -> None:
         self._fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._on_signal: Callable[[], Awaitable[str]] | None = None
-        self._old_hook: Callable[..., object] | None = None
         self._old_handlers: dict[signal.Signals, Any] = {}
         self._ending: asyncio.Task[None] | None = None
         self.signum: int | None = None
@@ -89,8 +88,7 @@ class RunGuard:
         for signum in _SIGNALS:
             self._old_handlers[signum] = _handler_beyond_the_loop(signum)
             loop.add_signal_handler(signum, self._signalled, signum)
-        self._old_hook = sys.excepthook
-        sys.excepthook = tell
+        tell_plainly()
 
     def restore(self) -> None:
         """Give the signals back. The hook stays: the error that ends the run is printed after this."""
@@ -103,8 +101,8 @@ class RunGuard:
             # asyncio leaves the default action; who called the run may have had a handler of its own (None: not set from Python)
             if (before := self._old_handlers[signum]) is not None:
                 signal.signal(signum, before)
-        if not self._fatal.done() and self._old_hook is not None and sys.exc_info()[0] is None:
-            sys.excepthook = self._old_hook
+        if not self._fatal.done() and _hook_before is not None and sys.exc_info()[0] is None:
+            sys.excepthook = _hook_before
 
     def _signalled(self, signum: int) -> None:
         if self.signum is not None:
@@ -131,6 +129,16 @@ def _handler_beyond_the_loop(signum: signal.Signals) -> Any:
     handler = signal.getsignal(signum)
     owner = getattr(handler.func, "__self__", None) if isinstance(handler, partial) else None
     return signal.default_int_handler if isinstance(owner, asyncio.Runner) else handler
+
+
+_hook_before: Callable[..., object] | None = None
+
+
+def tell_plainly() -> None:
+    """From here on what ends the process is told by `tell`. A second call changes nothing."""
+    global _hook_before
+    if sys.excepthook is not tell:
+        _hook_before, sys.excepthook = sys.excepthook, tell
 
 
 def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -100,9 +100,7 @@ class RolloutExecutor:
     def _rollouts_per_epoch(self) -> int:
         rows, size = self.data.rows(), self.args.rollout_batch_size
         if rows < size:
-            raise ValueError(
-                f"--prompt-data {' '.join(self.args.prompt_data.values())} has {rows} prompts, fewer than --rollout-batch-size {size}"
-            )
+            raise too_few(self.args, rows)
         return rows // size
 
     async def num_rollout_per_epoch(self) -> int:
@@ -263,3 +261,8 @@ class RolloutExecutor:
             if self.disposed and not caller.cancelling():
                 raise RuntimeError("the rollout side was disposed during this call") from None
             raise
+
+
+def too_few(args: RunConfig, rows: int) -> ValueError:
+    paths = " ".join(args.prompt_data.values())
+    return ValueError(f"--prompt-data {paths} has {rows} prompts, fewer than --rollout-batch-size {args.rollout_batch_size}")

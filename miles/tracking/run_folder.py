@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from miles.config import toml
+from miles.config.places import newest_checkpoint
 from miles.config.run_config import RunConfig
-from miles.config.validate import newest_checkpoint
 from miles.tracking import ledger
 
 logger = logging.getLogger(__name__)

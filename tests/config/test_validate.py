@@ -4,10 +4,10 @@ import math
 
 import pytest
 
+from miles.config.places import newest_checkpoint
 from miles.config.run_config import RunConfig
 from miles.config.validate import (
     max_weight_lag,
-    newest_checkpoint,
     validate,
     validate_async_off_policy_correction,
     warnings_of,
@@ -112,6 +112,18 @@ def test_combinations_that_cannot_work(refusal, flags, part):
     said = refusal(*flags)
     assert part in said
     assert said.startswith("1 problem "), said
+
+
+@pytest.mark.parametrize("flag", ["--run-root", "--save", "--weight-sync-dir", "--eval-hf-dir"])
+def test_a_place_where_nothing_can_be_written_is_named(refusal, run, flag, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    assert f"{flag} {tmp_path}/file/deep/er: {tmp_path}/file is not a folder" in refusal(flag, f"{tmp_path}/file/deep/er")
+    run(flag, f"{tmp_path}/new/deep/er")
+    assert f"--save-trigger-sentinel {tmp_path}/file/x: {tmp_path}/file is not a folder" in refusal(
+        "--save-trigger-sentinel", f"{tmp_path}/file/x"
+    )
+    monkeypatch.setattr("os.access", lambda path, mode: str(path) != str(tmp_path))  # root may write everywhere
+    assert f"nothing can be written in {tmp_path}" in refusal(flag, f"{tmp_path}/new")
 
 
 def test_a_run_without_data_and_model_is_told_both():

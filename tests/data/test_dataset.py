@@ -8,7 +8,7 @@ import pyarrow.parquet
 import pytest
 
 from miles.config.data import DataSection
-from miles.data.dataset import BadRowError, load_prompts
+from miles.data.dataset import BadRowError, FirstRows, check_prompts, load_prompts
 from miles.data.tokenizer import render_prompt
 
 ROWS = [
@@ -197,3 +197,30 @@ def test_numpy_formats_of_a_saved_data_set_do_not_leak(tokenizers, tmp_path):
     (row,) = load_prompts(str(tmp_path / "d"), tokenizers(), DataSection()).rows
     assert row.label == 3
     assert not isinstance(row.label, np.generic)
+
+
+def test_the_early_look_says_what_loading_would_say(tokenizers, tmp_path):
+    path = write(tmp_path / "d.jsonl", ROWS)
+    assert check_prompts(path, DataSection()) == FirstRows(3, 2, is_all=True)
+    assert check_prompts(path, DataSection(), most=2) == FirstRows(2, 2, is_all=False)
+    bad = {
+        "no field": [{"text": "a"}],
+        "not JSON": ['{"prompt": \n'],
+        "role": [{"prompt": [{"role": "nobody", "content": "a"}]}],
+        "empty prompt": [{"prompt": ""}],
+        "metadata": [{"prompt": "a", "metadata": [1]}],
+        "nothing": [],
+    }
+    for template in (True, False):
+        args = DataSection(apply_chat_template=template)
+        for name, rows in bad.items():
+            path = write(tmp_path / f"{name}.jsonl", rows)
+            with pytest.raises(ValueError) as late:
+                load_prompts(path, tokenizers(), args)
+            with pytest.raises(ValueError) as early:
+                check_prompts(path, args)
+            assert str(early.value) == str(late.value)
+    skipping = DataSection(skip_bad_rows=True)
+    assert check_prompts(write(tmp_path / "mixed.jsonl", [{"text": "a"}, {"prompt": "b"}]), skipping) == FirstRows(1, 0, is_all=True)
+    with pytest.raises(ValueError, match="no prompts to use; 2 bad rows skipped, the first: "):
+        check_prompts(write(tmp_path / "all.jsonl", [{"text": "a"}, {"text": "b"}]), skipping)

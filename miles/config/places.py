@@ -1,0 +1,48 @@
+"""What settings name on the disk: whether it is there, or can be."""
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def there(path: str) -> bool:
+    """Whether a data set can be there: a path that exists, or something with a scheme, which its reader judges."""
+    return Path(path).expanduser().exists() or bool(re.match(r"[a-z][a-z0-9_+.-]+:", path))
+
+
+def model_missing(name: str) -> str | None:
+    """Why this cannot be a model: neither a directory, nor random:..., nor a name that the hub could know."""
+    path = Path(name).expanduser()
+    if name.startswith("random:"):
+        return None
+    if path.is_dir():
+        return None if (path / "config.json").exists() else "no config.json in that directory"
+    first, _, rest = name.partition("/")
+    like_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", name) and first not in (".", "..", "models") and not Path(first).is_dir()
+    if not like_hub:
+        return "no such directory"
+    if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0") and not _hub_cache(f"models--{first}--{rest}").is_dir():
+        return "not in the local hub cache, and HF_HUB_OFFLINE forbids to download it"
+    return None
+
+
+def _hub_cache(folder: str) -> Path:
+    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    return Path(os.environ.get("HF_HUB_CACHE", home / "hub")) / folder
+
+
+def unwritable(folder: str) -> str | None:
+    """Why nothing can be written there. A folder that is not there yet will be made in the nearest one that is."""
+    path = Path(folder).expanduser().absolute()
+    nearest = next(place for place in (path, *path.parents) if place.exists())
+    if not nearest.is_dir():
+        return f"{nearest} is not a folder"
+    return None if os.access(nearest, os.W_OK | os.X_OK) else f"nothing can be written in {nearest}"
+
+
+def newest_checkpoint(folder: Path) -> int | None:
+    """Rollout id of the newest complete checkpoint in a folder of checkpoints, or of the one that the folder is."""
+    candidates: Iterable[Path] = [folder, *folder.glob("rollout_*")] if folder.is_dir() else []
+    found = [int(match[1]) for path in candidates if (match := re.fullmatch(r"rollout_(\d+)", path.name)) and (path / "COMPLETE").exists()]
+    return max(found, default=None)

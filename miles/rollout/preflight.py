@@ -1,0 +1,56 @@
+"""What can be said of a run's data and plugs before anything starts: without a model, a tokenizer, or the user's code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from miles.config.run_config import RunConfig
+from miles.data.dataset import FirstRows, check_prompts
+from miles.plugins import check
+from miles.rewards import reward
+from miles.rollout import filters, generate, rollout_executor
+
+COMPARE_WITH_LABEL = ("math", "multiple_choice", "exact", "last_number", "f1")
+
+
+def check_run(args: RunConfig) -> None:
+    """Called by the driver first of all. The executor looks again, and at everything; this is so that mistakes are told at once.
+
+    Raises:
+        ValueError: a name that is nothing, a row that cannot be used, a file with too few rows, or without labels.
+    """
+    check_plugs(args)
+    found = [check_data(args, path, args.reward) for path in args.prompt_data.values()]
+    rows = sum(part.count for part in found if part is not None)
+    if rows < args.rollout_batch_size and all(part is not None and part.is_all for part in found):
+        raise rollout_executor.too_few(args, rows)
+    if args.eval_mode == "shared":
+        for path in args.eval_data.values():
+            check_data(args, path, args.eval_reward or args.reward)
+
+
+def check_plugs(args: RunConfig) -> None:
+    names = (
+        (args.reward, reward.BUILTIN, "--reward"),
+        (args.eval_reward, reward.BUILTIN, "--eval-reward"),
+        (args.rollout_function, rollout_executor.BUILTIN, "--rollout-function"),
+        (args.generate_function, generate.BUILTIN, "--generate-function"),
+        (args.group_filter, filters.BUILTIN, "--group-filter"),
+        (args.tool_functions, None, "--tool-functions"),
+        (args.eval_function, None, "--eval-function"),
+    )
+    for name, builtin, setting in names:
+        if name is not None:
+            check(name, builtin, setting=setting)
+
+
+def check_data(args: RunConfig, path: str, reward_name: str) -> FirstRows | None:
+    """The first rows of a file. A folder of datasets.save_to_disk is left to the executor: its library takes seconds to import."""
+    if Path(path).expanduser().is_dir():
+        return None
+    found = check_prompts(path, args)
+    if found.labelled == 0 and reward_name in COMPARE_WITH_LABEL:
+        raise ValueError(
+            f"{path}: no row has a field {args.label_key!r} (--label-key), and the reward {reward_name!r} compares answers with it"
+        )
+    return found
