@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
