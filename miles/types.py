@@ -99,7 +99,8 @@ class Completion:
     finish_reason: FinishReason
     version_spans: list[VersionSpan]  # cover [0, tokens)
     cached_tokens: int = 0  # prompt tokens whose KV came from a cache
-    stale_cache_tokens: int = 0  # tokens whose KV was older than the weights that read it (pause mode in_place)
+    cache_spans: list[VersionSpan] = field(default_factory=list)  # tokens that read a KV cache older than their weights: its oldest version
+    stale_cache_tokens: int = 0  # how many tokens these are (pause mode in_place)
     engine: int = -1  # index of the engine; the router notes it
 
 
@@ -130,7 +131,8 @@ class Sample:
     reward_details: dict[str, float] = field(default_factory=dict)  # parts of the reward, for metrics
     error: str | None = None
     cached_tokens: int = 0
-    stale_cache_tokens: int = 0
+    cache_spans: list[VersionSpan] = field(default_factory=list)  # response tokens that read a KV cache older than their weights
+    stale_cache_tokens: int = 0  # how many these are
 
     @property
     def oldest_version(self) -> int:

@@ -96,12 +96,14 @@ def append_completion(sample: Sample, completion: Completion) -> None:
     sample.response_ids += completion.token_ids
     sample.loss_mask += [1] * len(completion.token_ids)
     sample.rollout_logprobs += completion.logprobs
-    if start:
-        sample.version_spans += [VersionSpan(span[0] + start, span[1] + start, span[2]) for span in completion.version_spans]
-    else:
-        sample.version_spans += completion.version_spans
+    sample.version_spans += _shifted(completion.version_spans, start)
+    sample.cache_spans += _shifted(completion.cache_spans, start)
     sample.cached_tokens += completion.cached_tokens
     sample.stale_cache_tokens += completion.stale_cache_tokens
+
+
+def _shifted(spans: list[VersionSpan], by: int) -> list[VersionSpan]:
+    return [VersionSpan(span[0] + by, span[1] + by, span[2]) for span in spans] if by else spans
 
 
 def append_environment(sample: Sample, token_ids: list[int]) -> None:

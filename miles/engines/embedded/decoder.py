@@ -64,8 +64,8 @@ class Decoder:
 
     def weights_changed(self, version: int) -> None:
         """The model computes with other weights from here on. Caches that are kept count as stale."""
+        self.scheduler.weights_changed(self.version)
         self.version = version
-        self.scheduler.weights_changed()
         if self._poisoned:  # masked or not, a NaN in the cache spoils what reads it (0 x NaN)
             self.scheduler.forget_cache()
             self.cache.allocate()

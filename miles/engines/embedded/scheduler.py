@@ -194,10 +194,10 @@ class Scheduler:
     def _all_waiting(self) -> list[Sequence]:
         return [*self.waiting, *(row for wave in self.waves.values() for row in wave.members.values())]
 
-    def weights_changed(self) -> None:
+    def weights_changed(self, from_version: int) -> None:
         """What is cached was computed with older weights from here on."""
         for sequence in self.running:
-            sequence.stale = sequence.cached
+            sequence.weights_changed(from_version)
 
     def forget_cache(self) -> None:
         """Every running sequence keeps its slot and its tokens and is prefilled anew."""

@@ -32,7 +32,8 @@ class Sequence:
     prompt_hash: int = 0
     cached: int = 0  # leading tokens whose keys and values lie in the slot
     stale: int = 0  # of these, the leading ones computed with older weights than the current
-    stale_read: int = 0  # most stale tokens that a sampled token has read
+    stale_version: int = 0  # the oldest weights among theirs
+    cache_spans: list[VersionSpan] = field(default_factory=list)  # response tokens that read stale ones
     reused: int = 0  # prompt tokens whose keys and values were copied from another slot
 
     def __post_init__(self) -> None:
@@ -57,14 +58,17 @@ class Sequence:
         return len(self.tokens) - self.cached
 
     def append(self, token: int, logprob: float, version: int) -> None:
-        place = self.num_written
-        if self.spans and self.spans[-1].version == version:
-            self.spans[-1] = self.spans[-1]._replace(end=place + 1)
-        else:
-            self.spans.append(VersionSpan(place, place + 1, version))
+        extend_spans(self.spans, self.num_written, version)
+        if self.stale:
+            extend_spans(self.cache_spans, self.num_written, self.stale_version)
         self.tokens.append(token)
         self.logprobs.append(logprob)
-        self.stale_read = max(self.stale_read, self.stale)
+
+    def weights_changed(self, from_version: int) -> None:
+        """What is cached was computed with older weights from here on."""
+        if not self.stale:
+            self.stale_version = from_version
+        self.stale = self.cached
 
     def forget_cache(self) -> None:
         self.cached = self.stale = 0
@@ -78,8 +82,17 @@ class Sequence:
             finish_reason=self.finish,
             version_spans=self.spans,
             cached_tokens=self.reused,
-            stale_cache_tokens=self.stale_read,
+            cache_spans=self.cache_spans,
+            stale_cache_tokens=sum(span.end - span.start for span in self.cache_spans),
         )
+
+
+def extend_spans(spans: list[VersionSpan], place: int, version: int) -> None:
+    """Token `place` belongs to `version`: to the last span, or to a new one."""
+    if spans and spans[-1].end == place and spans[-1].version == version:
+        spans[-1] = spans[-1]._replace(end=place + 1)
+    else:
+        spans.append(VersionSpan(place, place + 1, version))
 
 
 def shared_prefix(left: Sequence, right: Sequence) -> int:

@@ -127,7 +127,7 @@ def test_cuda_graphs_change_no_number(checkpoint: str, other_checkpoint: str) ->
     requests = [replace(request, sampling=replace(request.sampling, max_new_tokens=20 + 15 * i)) for i, request in enumerate(asked(28))]
     for turn in range(3):
         answers = [bench.answers(requests) for bench in benches]
-        assert len(with_graphs._graphs) > 8
+        assert len(with_graphs._graphs) >= 8
         for graphed, plain in zip(*answers, strict=True):
             assert graphed.token_ids == plain.token_ids
             np.testing.assert_allclose(graphed.logprobs, plain.logprobs, atol=1e-4)

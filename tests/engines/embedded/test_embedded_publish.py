@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from miles.config.run_config import RunConfig
 from miles.engines.embedded.engine import EmbeddedEngine
@@ -89,42 +89,65 @@ def assert_spans(completion: Completion, versions: range | None = None) -> None:
     assert all(left.end == right.start and left.version < right.version for left, right in pairwise(spans))
 
 
+@torch.no_grad()
+def logprobs_in_place(models: dict[int, PreTrainedModel], prompt: list[int], completion: Completion) -> np.ndarray:
+    """Each span under its own weights, reading the keys and values that the spans before it left."""
+    ids, cache, done, found = torch.tensor([prompt + completion.token_ids]), DynamicCache(), 0, []
+    for start, end, version in completion.version_spans:
+        upto = len(prompt) + end - 1
+        logits = models[version](ids[:, done:upto], past_key_values=cache).logits[0, start - end :]
+        found.append(logits.log_softmax(-1).gather(-1, ids[0, upto + 1 - (end - start) : upto + 1, None])[:, 0])
+        done = upto
+    return torch.cat(found).numpy()
+
+
 @pytest.mark.case("C53")
-async def test_retract_loses_nothing_and_every_token_is_of_its_spans_weights(
-    engine: EmbeddedEngine, trainer: Publisher, models: list[PreTrainedModel]
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+async def test_publishes_lose_nothing_and_every_token_is_of_its_spans_weights(
+    start: Start, trainer: Publisher, models: list[PreTrainedModel], mode: PauseMode
 ) -> None:
-    asked = [ask(f"r{i}", PROMPT[: 5 + 2 * (i % 9)], new=60, seed=i) for i in range(12)]
+    engine = await start(engine_max_running=16)
+    asked = [ask(f"r{i}", [(7 * i + j) % 500 + 2 for j in range(5 + 2 * (i % 9))], new=60, seed=i) for i in range(16)]
     tasks = [asyncio.create_task(engine.generate(request)) for request in asked]
-    for version, which in ((1, 1), (2, 0), (5, 1)):
-        await tokens_later(engine, 60)
-        await trainer.publish(engine, version, which)
-    which_of = {0: 0, 1: 1, 2: 0, 5: 1}
-    seen = set()
+    of_version = {version: models[which] for version, which in ((0, 0), (1, 1), (2, 0), (5, 1))}
+    for version in (1, 2, 5):
+        await tokens_later(engine, 200)
+        assert (await engine.health()).running == 16
+        await trainer.publish(engine, version, int(version != 2), mode)
     for request, answer in zip(asked, await asyncio.gather(*tasks), strict=True):
         assert answer.finish_reason is FinishReason.LENGTH
         assert len(answer.token_ids) == 60
-        assert answer.stale_cache_tokens == 0
         assert_spans(answer)
-        fresh = [logprobs_under(model, request.input_ids, answer) for model in models]
-        for begin, end, version in answer.version_spans:
-            seen.add(version)
-            assert np.abs(np.array(answer.logprobs[begin:end]) - fresh[which_of[version]][begin:end]).max() < 1e-4
-    assert seen == {0, 1, 2, 5}
+        assert [version for _, _, version in answer.version_spans] == [0, 1, 2, 5]
+        first = answer.version_spans[0].end
+        if mode == "retract":
+            fresh = {version: logprobs_under(model, request.input_ids, answer) for version, model in of_version.items()}
+            expected = np.concatenate([fresh[version][begin:end] for begin, end, version in answer.version_spans])
+            assert (answer.cache_spans, answer.stale_cache_tokens) == ([], 0)
+        else:
+            expected = logprobs_in_place(of_version, request.input_ids, answer)
+            assert (answer.cache_spans, answer.stale_cache_tokens) == ([(first, 60, 0)], 60 - first)
+        np.testing.assert_allclose(answer.logprobs, expected, atol=1e-4)
 
 
 @pytest.mark.case("C53")
-async def test_in_place_keeps_the_cache_and_says_how_much_of_it_was_old(engine: EmbeddedEngine, trainer: Publisher) -> None:
+async def test_in_place_computes_no_prompt_again(engine: EmbeddedEngine, trainer: Publisher) -> None:
     task = asyncio.create_task(engine.generate(ask("r", PROMPT, new=60)))
     await tokens_later(engine, 10)
     prefilled = engine._core.ready.scheduler.num_prefilled
     await trainer.publish(engine, 1, 1, "in_place")
-    answer = await task
+    await task
     assert engine._core.ready.scheduler.num_prefilled == prefilled
-    assert answer.finish_reason is FinishReason.LENGTH
-    assert_spans(answer)
-    (first, second) = answer.version_spans
-    assert (first.version, second.version) == (0, 1)
-    assert answer.stale_cache_tokens == len(PROMPT) + first.end - 1
+
+
+async def test_a_cache_that_is_computed_anew_after_it_was_stale_is_stale_no_longer(engine: EmbeddedEngine, trainer: Publisher) -> None:
+    task = asyncio.create_task(engine.generate(ask("r", PROMPT, new=60)))
+    for version, mode in ((1, "in_place"), (2, "retract"), (3, "in_place")):
+        await tokens_later(engine, 10)
+        await trainer.publish(engine, version, version % 2, mode)
+    answer = await task
+    zero, one, two, three = answer.version_spans
+    assert answer.cache_spans == [(one.start, one.end, 0), (three.start, three.end, 2)]
 
 
 @pytest.mark.case("C53")
