@@ -32,10 +32,10 @@ SIZES = {
     "tiny": Size(4, 128, 4, 2, 32, 256, 4096),
     "tiny-49k": Size(4, 128, 4, 2, 32, 256, 49152),
     "135m": Size(30, 576, 9, 3, 64, 1536, 49152),
-    "0.6b": Size(28, 1024, 16, 8, 128, 3072, 151936, requests=256, mean_length=256, longest=1024),
-    "1.7b": Size(28, 2048, 16, 8, 128, 6144, 151936, requests=256, mean_length=256, longest=1024),
-    "4b": Size(36, 2560, 32, 8, 128, 9728, 151936, requests=256, mean_length=256, longest=1024),
-    "8b": Size(36, 4096, 32, 8, 128, 12288, 151936, tied=False, requests=256, mean_length=256, longest=1024),
+    "0.6b": Size(28, 1024, 16, 8, 128, 3072, 151936, requests=256, mean_length=128, longest=512),
+    "1.7b": Size(28, 2048, 16, 8, 128, 6144, 151936, requests=256, mean_length=128, longest=512),
+    "4b": Size(36, 2560, 32, 8, 128, 9728, 151936, requests=256, mean_length=128, longest=512),
+    "8b": Size(36, 4096, 32, 8, 128, 12288, 151936, tied=False, requests=256, mean_length=128, longest=512),
 }
 
 

@@ -6,11 +6,19 @@ that changed places are all found. Type and shape are not in them: the publish p
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Literal
 
 import torch
 import xxhash
 from torch import Tensor
+
+FUSED = find_spec("triton") is not None and any(map(shutil.which, ("cc", "gcc", "clang")))
+"""Triton comes with torch for GPUs, and needs a C compiler. The sums are the same without, at a tenth of the speed."""
+if FUSED:
+    from miles.weights.checksum_triton import sums_of_words
 
 Kind = Literal["xxh3_64", "mix64"]
 
@@ -30,6 +38,15 @@ def checksum(tensor: Tensor, kind: str) -> str:
     if kind == "mix64":
         return f"{_mix64(data):016x}"
     raise ValueError(f"unknown checksum {kind!r}; known are xxh3_64 and mix64")
+
+
+def checksums(tensors: Mapping[str, Tensor], kind: str) -> dict[str, str]:
+    """`checksum` of each; those on a GPU in one launch."""
+    if kind == "mix64" and FUSED and tensors and all(tensor.is_cuda for tensor in tensors.values()):
+        data = {name: as_bytes(tensor) for name, tensor in tensors.items()}
+        sums = sums_of_words([_words(part) for part in data.values()])
+        return {name: f"{(total + _rest(part)) % (1 << 64):016x}" for (name, part), total in zip(data.items(), sums, strict=True)}
+    return {name: checksum(tensor, kind) for name, tensor in tensors.items()}
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -53,19 +70,24 @@ def _mix64(data: Tensor) -> int:
     The finaliser is a bijection, so one changed word always changes the sum. A sum does not depend on the order in
     which chunks or threads are added, so CPU and CUDA agree to the last bit.
     """
+    words = _words(data)
+    return ((_mix_words(words, first=0) if len(words) else 0) + _rest(data)) % (1 << 64)
+
+
+def _words(data: Tensor) -> Tensor:
+    """The whole 8-byte words of flat bytes, int64."""
+    body = data[: data.numel() // 8 * 8]
+    return (body.clone() if body.data_ptr() % 8 else body).view(torch.int64)
+
+
+def _rest(data: Tensor) -> int:
+    """What bytes behind the last whole word add, and the length: trailing zero bytes count."""
     size = data.numel()
-    words = size // 8
-    total = size  # the length is part of it: trailing zero bytes count
-    if words:
-        body = data[: words * 8]
-        if body.data_ptr() % 8:
-            body = body.clone()
-        total += _mix_words(body.view(torch.int64), first=0)
-    if size % 8:
-        tail = torch.zeros(8, dtype=torch.uint8, device=data.device)
-        tail[: size % 8] = data[words * 8 :]
-        total += _mix_words(tail.view(torch.int64), first=words)
-    return total % (1 << 64)
+    if not size % 8:
+        return size
+    tail = torch.zeros(8, dtype=torch.uint8, device=data.device)
+    tail[: size % 8] = data[size // 8 * 8 :]
+    return size + _mix_words(tail.view(torch.int64), first=size // 8)
 
 
 def _mix_words(words: Tensor, first: int) -> int:

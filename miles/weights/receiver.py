@@ -10,7 +10,7 @@ from torch import Tensor
 from miles.protocols import WeightReceiver
 from miles.types import PublishPlan
 from miles.weights.buckets import dtype_of, view_of
-from miles.weights.checksum import checksum
+from miles.weights.checksum import checksums
 from miles.weights.transports import make_receiver
 
 Write = Callable[[Sequence[tuple[str, Tensor]]], None]
@@ -79,7 +79,7 @@ class WeightLoader:
         self._plan = None
         if not plan.checksum:
             return {}
-        return {spec.name: checksum(self._parameters[spec.name], plan.checksum) for bucket in plan.buckets for spec in bucket}
+        return checksums({spec.name: self._parameters[spec.name] for bucket in plan.buckets for spec in bucket}, plan.checksum)
 
     def abort(self) -> None:
         """End a publish that failed. Idempotent."""

@@ -12,7 +12,7 @@ from miles.config.run_config import RunConfig
 from miles.protocols import WeightSender
 from miles.types import PublishPlan
 from miles.weights.buckets import NamedShape, nbytes_of, plan_buckets, view_of
-from miles.weights.checksum import checksum, kind_for
+from miles.weights.checksum import checksums, kind_for
 from miles.weights.transports import choose, make_sender
 
 logger = logging.getLogger(__name__)
@@ -85,6 +85,7 @@ class WeightPublisher:
         assert index == self._next, f"bucket {self._next} is next, not {index}"
         buffer = self._sender.buffer(index)
         specs = {spec.name: spec for spec in self.buckets[index]}
+        written: dict[str, Tensor] = {}
         for name, tensor in tensors:
             spec = specs.pop(name, None)
             if spec is None:
@@ -94,20 +95,13 @@ class WeightPublisher:
                 raise ValueError(f"weight {name!r} has shape {tuple(tensor.shape)}, planned was {spec.shape}")
             if tensor.dtype != target.dtype and not (tensor.is_floating_point() and target.is_floating_point()):
                 raise ValueError(f"weight {name!r} is {tensor.dtype} and cannot travel as {spec.dtype}")
-            self._write(name, target, tensor.detach())
+            written[name] = _written(target, tensor.detach())
         if specs:
             raise ValueError(f"bucket {index} lacks {', '.join(specs)}")
+        if self._plan.checksum:
+            self._checksums |= checksums({spec.name: written[spec.name] for spec in self.buckets[index]}, self._plan.checksum)
         self._sender.send(index)
         self._next += 1
-
-    def _write(self, name: str, target: Tensor, tensor: Tensor) -> None:
-        assert self._plan is not None
-        if tensor.device != target.device:
-            # convert and sum where the tensor is: a GPU does both in no time, and the wire carries less
-            tensor = tensor.to(target.dtype)
-        target.copy_(tensor)
-        if self._plan.checksum:
-            self._checksums[name] = checksum(tensor if tensor.device != target.device else target, self._plan.checksum)
 
     def checksums(self) -> dict[str, str]:
         """Checksum by tensor name of what was sent, in the order sent; {} when verification is off."""
@@ -127,3 +121,13 @@ class WeightPublisher:
         if self._sender is not None:
             self._sender.dispose()
         self._sender, self._way = None, None
+
+
+def _written(target: Tensor, tensor: Tensor) -> Tensor:
+    """Write a tensor to where it is sent from. Returns what its checksum is to be taken of: the type of the wire, where that is fast."""
+    if tensor.device == target.device:
+        target.copy_(tensor)
+        return target
+    converted = tensor.to(target.dtype)  # a GPU converts and sums in no time, and the wire carries less
+    target.copy_(converted)
+    return converted

@@ -146,7 +146,7 @@ async def test_a_cache_that_is_computed_anew_after_it_was_stale_is_stale_no_long
         await tokens_later(engine, 10)
         await trainer.publish(engine, version, version % 2, mode)
     answer = await task
-    zero, one, two, three = answer.version_spans
+    _, one, _, three = answer.version_spans
     assert answer.cache_spans == [(one.start, one.end, 0), (three.start, three.end, 2)]
 
 
