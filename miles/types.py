@@ -99,8 +99,8 @@ class Completion:
     finish_reason: FinishReason
     version_spans: list[VersionSpan]  # cover [0, tokens)
     cached_tokens: int = 0  # prompt tokens whose KV came from a cache
-    cache_spans: list[VersionSpan] = field(default_factory=list)  # tokens that read a KV cache older than their weights: its oldest version
-    stale_cache_tokens: int = 0  # how many tokens these are (pause mode in_place)
+    stale_cache_tokens: int = 0  # tokens that read KV older than the weights that they were sampled with (pause mode in_place)
+    cache_spans: list[VersionSpan] = field(default_factory=list)  # these tokens, and the oldest version in the cache that each read
     engine: int = -1  # index of the engine; the router notes it
 
 

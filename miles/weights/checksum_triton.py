@@ -18,7 +18,7 @@ _SECOND = tl.constexpr(0x94D049BB133111EB)
 
 
 @triton.jit
-def _mix(addresses, lengths, owners, first_blocks, sums, block_words: tl.constexpr):  # type: ignore[no-untyped-def]
+def _mix(addresses, lengths, owners, first_blocks, sums, block_words: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: PLR0917
     block = tl.program_id(0).to(tl.int64)
     owner = tl.load(owners + block)
     words = tl.load(addresses + owner).to(tl.pointer_type(tl.int64))
