@@ -11,6 +11,7 @@ COMMANDS = {
     "sft": "supervised fine-tuning on conversations",
     "get-model": "get a small model to try things with",
     "show": "a run as a table: its steps and its last metrics",
+    "why": "why a run is slow, stuck or dead",
     "plot": "a run as a picture: reward, held-out accuracy, lag, timeline",
     "ledger": "what became of every prompt group of a run, and whether the books balance",
     "settings-doc": "write docs/settings.md from the settings",

@@ -14,6 +14,7 @@ from ray.exceptions import OutOfMemoryError, RayError, RayTaskError, TaskCancell
 from miles.ray.host import Host, from_failure
 from miles.ray.worker_handle import WorkerDied, WorkerRestarted
 from miles.ray.worker_process import free_port
+from miles.tracking.waits import Beat
 
 
 class RayChannel:
@@ -43,6 +44,10 @@ class RayChannel:
 
     async def stacks(self) -> str:
         return str(await self._ask("stacks"))
+
+    async def beat(self, with_stacks: bool) -> Beat:
+        beat: Beat = await self._ask("beat", with_stacks)
+        return beat
 
     async def open_port(self) -> tuple[str, int]:
         host, port = await self._ask("open_port")
@@ -99,6 +104,9 @@ class ProcessChannel:
 
     async def stacks(self) -> str:
         return self._living().stacks()
+
+    async def beat(self, with_stacks: bool) -> Beat:
+        return self._living().beat(with_stacks)
 
     async def open_port(self) -> tuple[str, int]:
         return "127.0.0.1", free_port()

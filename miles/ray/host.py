@@ -22,6 +22,8 @@ from typing import Any, cast
 
 from miles import plugins
 from miles.ray.guard import WORKER_NOTE
+from miles.ray.worker_handle import caller, waiting_for
+from miles.tracking.waits import Beat, Call
 
 _MOST = 8  # calls and tasks that a report shows
 _BUILD_LIMIT = 180.0  # seconds that a call waits for the object that it is for
@@ -79,7 +81,7 @@ class Host:
         self._worker: Any = None
         self._built = asyncio.Event()  # or could not be
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._running: dict[int, tuple[str, float, Any]] = {}  # method, since, its coroutine where it has one
+        self._running: dict[int, tuple[str, float, Any]] = {}  # method, since (wall clock), its coroutine where it has one
         self._calls = 0
 
     async def construct(self, cls: str, kwargs: Mapping[str, Any]) -> None:
@@ -99,10 +101,11 @@ class Host:
         function = getattr(self._worker, method, None)
         if function is None:
             raise AttributeError(f"worker {self.name} ({type(self._worker).__name__}) has no method {method!r}")
+        caller.set(self.name)
         self._calls += 1
         number = self._calls
         coroutine = function(*args, **kwargs) if inspect.iscoroutinefunction(function) else None
-        self._running[number] = (method, time.monotonic(), coroutine)
+        self._running[number] = (method, time.time(), coroutine)
         try:
             if coroutine is not None:
                 return await coroutine
@@ -121,7 +124,7 @@ class Host:
 
     def stacks(self) -> str:
         """What every thread and every asyncio task is doing, as text. May be called from any thread."""
-        now, running = time.monotonic(), list(self._running.values())
+        now, running = time.time(), list(self._running.values())
         calls = [f"{method} for {now - since:.1f} s" for method, since, _ in running]
         lines = [f"worker {self.name}: " + (", ".join(_counted(calls)) or "no call running")]
         names = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -134,6 +137,15 @@ class Host:
         for task in list(asyncio.all_tasks(self._loop))[:_MOST] if self._loop else ():
             lines += [f"\ntask {task.get_name()}:", *_indented(_awaiting(task.get_coro()))]
         return "\n".join(lines)
+
+    def beat(self, with_stacks: bool = False) -> Beat:
+        """What this worker does and waits for. May be called from any thread.
+
+        A worker may say more in a method `waits_for() -> list[str]`, which must not wait itself.
+        """
+        calls = [Call(self.name, method, since) for method, since, _ in list(self._running.values())]
+        notes = self._worker.waits_for() if hasattr(self._worker, "waits_for") else []
+        return Beat(self.name, calls=calls, waits=waiting_for(self.name), notes=notes, stacks=self.stacks() if with_stacks else "")
 
     def close(self) -> None:
         self._compute.stop()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from miles.config.run_config import RunConfig
 from miles.ray.checkpoints import Checkpoints
 from miles.ray.guard import RunGuard
+from miles.ray.heartbeat import Heartbeat
 from miles.ray.worker_manager import WorkerManager
 
 
@@ -22,6 +23,7 @@ class Run:
     checkpoints: Checkpoints
     resolved: dict[str, str] = field(default_factory=dict)  # settings that workers get resolved: a random model's path, the device
     keeper: asyncio.Task[None] | None = None
+    heartbeat: Heartbeat | None = None
     trained_through: int | None = None  # last rollout whose training is done, of this process
     open_rollout: int | None = None  # its training has begun, and not all roles are done with it
     published: int | None = None  # rollout after which the last publish was; None: the first one, or none yet

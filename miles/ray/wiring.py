@@ -7,6 +7,7 @@ import contextlib
 import logging
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -14,13 +15,15 @@ import ray
 from miles.config.run_config import RunConfig
 from miles.fault_tolerance import api_server, mini_ft_controller
 from miles.ray import run as runs
+from miles.ray import who_waits
 from miles.ray.checkpoints import Checkpoints, newest
 from miles.ray.cluster import Cluster
 from miles.ray.guard import RunGuard
+from miles.ray.heartbeat import Heartbeat
 from miles.ray.run import Run
 from miles.ray.worker_manager import WorkerManager
 from miles.ray.worker_spec import Limit, WorkerSpec
-from miles.tracking import tracking
+from miles.tracking import tracking, waits
 from miles.train.random_place import PREFIX, place_of
 from miles.types import Role
 
@@ -46,7 +49,10 @@ def launch(args: RunConfig) -> Run:
     run = Run(args, manager, RunGuard(), Checkpoints(args.checkpoint_dir, args.keep_checkpoints))
     runs.set_current(run)
     loop = asyncio.get_running_loop()
-    tracking.set_worker_stacks(lambda: asyncio.run_coroutine_threadsafe(manager.stacks(), loop).result(_SLACK))
+    logs = Path(args.run_dir) / "logs"
+    tracking.set_who_waits(lambda: asyncio.run_coroutine_threadsafe(who_waits.report(manager, logs), loop).result(_SLACK))
+    run.heartbeat = Heartbeat(logs, lambda with_stacks: who_waits.beats_here(manager, with_stacks), "driver")
+    run.heartbeat.start()
     run.guard.install(lambda: _save_on_signal(run))
     run.keeper = loop.create_task(_keep(run), name="keeper of the run")
     run.resolved = {"device": _device(args, cluster), **models.paths()}
@@ -59,6 +65,10 @@ async def shutdown_worker_manager(manager: WorkerManager | None) -> None:
     """End all workers and Ray, and give the signals back. None is fine; so is a second call."""
     if manager is None:
         return
+    ending = runs.current_or_none()
+    if ending is not None and ending.heartbeat is not None:
+        ending.heartbeat.stop()
+        waits.keep(Path(ending.args.run_dir) / "logs")
     mini_ft_controller.stop()
     api_server.stop()
     await manager.shutdown()

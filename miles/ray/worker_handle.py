@@ -4,24 +4,41 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Protocol
 
 from miles.protocols import ProcessGone
 from miles.ray.worker_spec import Limit
+from miles.tracking.waits import DRIVER, Beat, Call
 
 _LAST_LINES = 25
 _STACKS_LIMIT = 5.0
 
-_here = "the driver"
+caller: ContextVar[str] = ContextVar("caller", default=DRIVER)
+"""The worker in whose calls this code runs, so that who waits can be told; in one process several live side by side."""
+
+_waiting: dict[int, tuple[str, Call]] = {}  # every call under way that this process waits for, and who in it
 
 
-def set_process_name(name: str) -> None:
-    """Called once in each worker process, so that a timed-out call can say who waited."""
-    global _here
-    _here = name
+@contextmanager
+def waiting(worker: str, method: str) -> Iterator[None]:
+    """While this is entered, whoever runs this code waits for that worker."""
+    token = object()
+    _waiting[id(token)] = caller.get(), Call(worker, method, time.time())
+    try:
+        yield
+    finally:
+        del _waiting[id(token)]
+
+
+def waiting_for(name: str) -> list[Call]:
+    """The calls that worker `name` of this process (or the driver) waits for. May be called from any thread."""
+    return [call for who, call in list(_waiting.values()) if who == name]
 
 
 class WorkerDied(ProcessGone):
@@ -53,6 +70,10 @@ class Channel(Protocol):
         """Answers also while the worker is busy."""
         ...
 
+    async def beat(self, with_stacks: bool) -> Beat:
+        """What the worker does and waits for; answers also while it is busy."""
+        ...
+
     async def open_port(self) -> tuple[str, int]:
         """An address of the worker's host, with a port that is free now."""
         ...
@@ -80,7 +101,8 @@ class WorkerHandle:
         limit = self._limits.get(method, self._default_limit)
         task = asyncio.ensure_future(self._channel.call(method, args, kwargs))
         try:
-            done, _ = await asyncio.wait({task}, timeout=limit.seconds)
+            with waiting(self._name, method):
+                done, _ = await asyncio.wait({task}, timeout=limit.seconds)
         except asyncio.CancelledError:
             task.cancel()
             raise
@@ -89,8 +111,9 @@ class WorkerHandle:
         text = await self.worker_stacks()
         task.cancel()
         setting = f" ({limit.setting})" if limit.setting else ""
+        who = "the driver" if caller.get() == DRIVER else caller.get()
         raise CallTimeout(
-            f"{_here} waited {limit.seconds:g} s{setting} for {method} of worker {self._name}; log: {self._log_path}\n"
+            f"{who} waited {limit.seconds:g} s{setting} for {method} of worker {self._name}; log: {self._log_path}\n"
             f"What that worker was doing:\n{text}"
         )
 
@@ -110,6 +133,13 @@ class WorkerHandle:
             return f"worker {self._name} did not answer within {_STACKS_LIMIT:g} s (its process is stopped or starved)"
         except WorkerDied as error:
             return str(error)
+
+    async def worker_beat(self, with_stacks: bool = False) -> Beat | None:
+        """What the worker does and waits for; None when it does not answer. Never raises."""
+        try:
+            return await asyncio.wait_for(self._channel.beat(with_stacks), _STACKS_LIMIT)
+        except (TimeoutError, WorkerDied, WorkerRestarted):
+            return None
 
     async def worker_port(self) -> tuple[str, int]:
         return await asyncio.wait_for(self._channel.open_port(), 30)

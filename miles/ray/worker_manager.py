@@ -21,7 +21,7 @@ from miles.ray.channels import ProcessChannel, RayChannel
 from miles.ray.cluster import Cluster
 from miles.ray.host import Host
 from miles.ray.object_store import ProcessStore, RayStore
-from miles.ray.worker_handle import CallTimeout, WorkerDied, WorkerHandle
+from miles.ray.worker_handle import CallTimeout, WorkerDied, WorkerHandle, waiting
 from miles.ray.worker_process import WorkerProcess
 from miles.ray.worker_spec import WorkerSpec
 
@@ -137,6 +137,17 @@ class WorkerManager:
             raise ValueError(f"worker {name} has no process of its own (--in-process)")
         await channel.signal(signum)
 
+    @property
+    def handles(self) -> list[WorkerHandle]:
+        """Of all workers that there are."""
+        return [worker.handle for worker in self._workers.values()]
+
+    @property
+    def hosts(self) -> list[Host]:
+        """The workers that live in this process. May be asked for from any thread."""
+        channels = [worker.channel for worker in list(self._workers.values())]
+        return [channel.host for channel in channels if isinstance(channel, ProcessChannel) and channel.host is not None]
+
     async def stacks(self) -> str:
         """The stacks of all workers."""
         return "\n\n".join(await asyncio.gather(*(worker.handle.worker_stacks() for worker in self._workers.values())))
@@ -170,7 +181,8 @@ class WorkerManager:
             build = worker.channel.construct(spec.cls, spec.kwargs)
         task = asyncio.ensure_future(build)
         try:
-            done, _ = await asyncio.wait({task}, timeout=spec.start.seconds)
+            with waiting(spec.name, "start"):
+                done, _ = await asyncio.wait({task}, timeout=spec.start.seconds)
             if not done:
                 text = await worker.handle.worker_stacks()
                 limit = f"{spec.start.seconds:g} s ({spec.start.setting})"

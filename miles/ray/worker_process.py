@@ -16,9 +16,10 @@ import psutil
 import ray
 
 from miles.ray import processes
+from miles.ray.heartbeat import Heartbeat
 from miles.ray.host import Failure, Host, to_failure
-from miles.ray.worker_handle import set_process_name
 from miles.tracking import logs
+from miles.tracking.waits import Beat
 
 
 class WorkerProcess:
@@ -33,8 +34,8 @@ class WorkerProcess:
             os.chdir(directory)
         sys.path[:] = list(dict.fromkeys([*sys_path, *sys.path]))
         logs.setup(log_level)
-        set_process_name(name)
         self._host = Host(name)
+        Heartbeat(Path(log_path).parent, lambda with_stacks: [self._host.beat(with_stacks)], name).start()
 
     async def construct(self, cls: str, kwargs: Mapping[str, Any]) -> tuple[None, Failure | None]:
         try:
@@ -59,6 +60,10 @@ class WorkerProcess:
     @ray.method(concurrency_group="watch")
     async def stacks(self) -> str:
         return self._host.stacks()
+
+    @ray.method(concurrency_group="watch")
+    async def beat(self, with_stacks: bool) -> Beat:
+        return self._host.beat(with_stacks)
 
     @ray.method(concurrency_group="watch")
     async def open_port(self) -> tuple[str, int]:

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import logging
 import math
+import time
 import traceback
 from collections.abc import Coroutine, Mapping
 from typing import Any
@@ -52,6 +53,7 @@ class RewardScorer:
         self._timeout = args.reward_timeout
         self._failure = args.reward_failure
         self._abandoned: set[asyncio.Task[Any]] = set()
+        self._scoring: dict[int, float] = {}  # sample_index -> since, of the wall clock
         path = BUILTIN.get(self.name, self.name)
         self._function: Any = load(self.name, BUILTIN, setting="--reward")
         is_class = inspect.isclass(self._function)
@@ -71,6 +73,7 @@ class RewardScorer:
             RewardError: the reward failed and reward_failure is fail.
             GroupRewardError: it failed and reward_failure is drop_group.
         """
+        self._scoring[sample.sample_index] = time.time()
         try:
             reward, details = _read(await self._call(sample))
         except Exception as error:  # the border to the user's code
@@ -79,8 +82,18 @@ class RewardScorer:
             else:
                 self._fail(sample, error)
                 return
+        finally:
+            self._scoring.pop(sample.sample_index, None)
         sample.reward, sample.reward_details = reward, details
         self.num_unscored += reward is None
+
+    def waits_for(self) -> list[str]:
+        """The scores that are not there yet, in words. May be called from any thread."""
+        since = list(self._scoring.values())
+        if not since:
+            return []
+        oldest = time.time() - min(since)
+        return [f"reward {self.name!r} of {len(since)} samples, the oldest for {oldest:.0f} s (--reward-timeout {self._timeout:g} s)"]
 
     async def score_group(self, group: PromptGroup) -> None:
         """Score all siblings side by side; raises the first sibling's failure once all are done."""

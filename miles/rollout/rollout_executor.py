@@ -218,6 +218,13 @@ class RolloutExecutor:
             **(function.stats() if hasattr(function, "stats") else {}),
         }
 
+    def waits_for(self) -> list[str]:
+        """Beside engines: rewards, and tools or environments. May be called from any thread."""
+        notes = self.context.scorer.waits_for() + self.evaluator.scorer.waits_for()
+        waves = [table.stats() for table in list(self.context.tables.values())]
+        playing = sum(wave["samples_in_environments"] - wave["requests_in_engines"] for wave in waves)
+        return notes + ([f"{playing} samples between their turns (tools, environments, --generate-function)"] if playing > 0 else [])
+
     async def dispose(self) -> None:
         """Cut off and await everything, give back what is stored. Idempotent, also after a failure."""
         if self.disposed:

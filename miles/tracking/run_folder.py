@@ -5,6 +5,8 @@ runs/NAME/
     metrics.jsonl    one object a line: rollout_id, step, time, metrics
     ledger.jsonl     what became of every prompt group
     timeline.json    what ran when (Chrome trace)
+    summary.json     what bounds the run, and what to change
+    end.json         how it ended
     logs/ samples/ checkpoints/
 """
 
@@ -22,11 +24,15 @@ from typing import Any
 from miles.config import toml
 from miles.config.places import newest_checkpoint
 from miles.config.run_config import RunConfig
-from miles.tracking import ledger
+from miles.tracking import ledger, waits
 
 logger = logging.getLogger(__name__)
 
 LOCK = ".lock"
+END = "end.json"
+"""How the process ended: written last, so a killed one leaves none."""
+SUMMARY = "summary.json"
+"""What bounds the run."""
 
 
 def prepare(args: RunConfig) -> Path:
@@ -46,7 +52,7 @@ def prepare(args: RunConfig) -> Path:
 
 def _prepare(args: RunConfig) -> Path:
     folder = Path(args.run_dir)
-    if _is_locked(folder):
+    if is_locked(folder):
         raise ValueError(f"--name {args.name}: a run of that name is going on in {folder}; give this one another name, or end that one")
     if folder.is_dir() and any(folder.iterdir()):
         if _resumes_inside(args, folder):
@@ -59,6 +65,8 @@ def _prepare(args: RunConfig) -> Path:
             _move_aside(folder)
     for part in ("logs", "samples", "checkpoints"):
         (folder / part).mkdir(parents=True, exist_ok=True)
+    for told in (folder / END, folder / "logs" / waits.ASKED, *(folder / "logs").glob(f"*{waits.ENDING}*")):  # of the process before
+        told.unlink(missing_ok=True)
     (folder / "config.toml").write_text(toml.dump(args), encoding="utf-8")
     return folder
 
@@ -70,7 +78,8 @@ def lock(folder: Path) -> int:
     return file
 
 
-def _is_locked(folder: Path) -> bool:
+def is_locked(folder: Path) -> bool:
+    """Whether a living run has this folder."""
     if not (folder / LOCK).exists():
         return False
     file = os.open(folder / LOCK, os.O_RDWR)

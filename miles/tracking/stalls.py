@@ -15,13 +15,14 @@ logger = logging.getLogger(__name__)
 class StallWatch:
     """A thread that looks at the timeline and speaks up, once per `timeout` seconds in which no span began or ended.
 
-    `worker_stacks` returns the workers' stacks as text; it is called in that thread, may take its time, and may fail.
+    `who_waits` tells who waits for whom, with the stacks of the workers concerned; it is called in that thread, may take its time,
+    and may fail.
     """
 
     def __init__(self, timeline: Timeline, timeout: float, clock: Callable[[], float] = time.time) -> None:
         self.timeline = timeline
         self.timeout = timeout
-        self.worker_stacks: Callable[[], str] | None = None
+        self.who_waits: Callable[[], str] | None = None
         self._clock = clock
         self._said = timeline.changed
         self._stop = threading.Event()
@@ -43,7 +44,7 @@ class StallWatch:
         if now - since < self.timeout:
             return None
         self._said = now
-        return report(self.timeline, now, self.worker_stacks)
+        return report(self.timeline, now, self.who_waits)
 
     def _run(self) -> None:
         while not self._stop.wait(min(self.timeout / 4, 10.0)):
@@ -51,16 +52,16 @@ class StallWatch:
                 logger.warning("%s", said)
 
 
-def report(timeline: Timeline, now: float, worker_stacks: Callable[[], str] | None) -> str:
-    """What the run waits for, for how long, and the stacks of the driver and its workers."""
+def report(timeline: Timeline, now: float, who_waits: Callable[[], str] | None) -> str:
+    """What the run waits for, for how long, and where."""
     running = [f"  {span.worker}: {span.name} {span.args or ''} for {now - span.start:.0f} s" for span in timeline.running()]
     parts = [f"no progress for {now - timeline.changed:.0f} s. Running:", *(running or ["  nothing"])]
-    if worker_stacks is not None:
+    if who_waits is not None:
         try:
-            parts += ["the workers' stacks:", worker_stacks()]
+            return "\n".join([*parts, "Who waits for whom:", who_waits()])
         except (OSError, RuntimeError, ValueError) as error:
-            parts.append(f"the workers did not tell their stacks: {type(error).__name__}: {error}")
-    return "\n".join([*parts, "the driver's stacks:", driver_stacks()])
+            parts.append(f"the workers did not tell: {type(error).__name__}: {error}")
+    return "\n".join([*parts, "The driver's stacks:", driver_stacks()])
 
 
 def driver_stacks() -> str:

@@ -3,6 +3,8 @@
 import json
 import logging
 import os
+import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -11,13 +13,16 @@ from typing import Any
 from miles.config.run_config import RunConfig
 from miles.config.validate import warnings_of
 from miles.tracking import logs, run_folder
-from miles.tracking.bounds import Bounds
+from miles.tracking.bounds import Bounds, Diagnosis
 from miles.tracking.console import Console
 from miles.tracking.sinks import Sinks, as_number
 from miles.tracking.stalls import StallWatch
 from miles.tracking.timeline import Timeline
 
 logger = logging.getLogger(__name__)
+
+LONGEST_TEXT = 8000  # of an error
+SUMMARY_EVERY = 10.0  # seconds
 
 
 class Tracking:
@@ -35,6 +40,7 @@ class Tracking:
         self.stalls = StallWatch(self.timeline, args.stall_timeout)
         self.stalls.start()
         self.bounds = Bounds(args)
+        self._summary_due = 0.0
         self.latest: dict[str, float] = {}
         self.steps_per_rollout = args.samples_per_rollout // args.samples_per_step
 
@@ -56,18 +62,32 @@ class Tracking:
         if diagnosis is not None:
             metrics |= {"perf/model_step_seconds": diagnosis.model.seconds, "perf/model_speedup": diagnosis.speedup}
             self.console.bound = diagnosis.sentence
+            if time.monotonic() > self._summary_due:
+                self._summary_due = time.monotonic() + SUMMARY_EVERY
+                self.write_summary(diagnosis)
         self.log(metrics, rollout_id, None)
 
-    def finish(self) -> None:
-        diagnosis = self.bounds.diagnosis()
-        if diagnosis is not None:
-            summary = {"bound": diagnosis.sentence, "speedup": diagnosis.speedup, "step": asdict(diagnosis.model)}
-            (self.folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    def write_summary(self, diagnosis: Diagnosis) -> None:
+        summary = {"bound": diagnosis.sentence, "speedup": diagnosis.speedup, "step": asdict(diagnosis.model)}
+        (self.folder / run_folder.SUMMARY).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+
+    def finish(self, error: BaseException | None) -> None:
+        if (diagnosis := self.bounds.diagnosis()) is not None:
+            self.write_summary(diagnosis)
         self.stalls.stop()
         self.console.finish()
         self.sinks.finish()
         self.timeline.close()
+        (self.folder / run_folder.END).write_text(json.dumps(_end_of(error)) + "\n", encoding="utf-8")
         os.close(self._lock)
+
+
+def _end_of(error: BaseException | None) -> dict[str, Any]:
+    """How a run ended, for end.json."""
+    if error is None:
+        return {"time": time.time(), "error": None, "text": ""}
+    notes = "".join(getattr(error, "__notes__", ()))
+    return {"time": time.time(), "error": type(error).__name__, "text": f"{error}{notes}"[-LONGEST_TEXT:]}
 
 
 _current: Tracking | None = None
@@ -105,10 +125,10 @@ def timeline() -> Timeline:
     return _unsaved if _current is None else _current.timeline
 
 
-def set_worker_stacks(source: Callable[[], str]) -> None:
-    """Say how the workers' stacks are had, for the report of a run that stalls. Called once the workers are up."""
+def set_who_waits(source: Callable[[], str]) -> None:
+    """Say how one learns who waits for whom, for the report of a run that stalls. Called before the workers start."""
     if _current is not None:
-        _current.stalls.worker_stacks = source
+        _current.stalls.who_waits = source
 
 
 def latest() -> Mapping[str, float]:
@@ -122,11 +142,11 @@ def folder() -> Path | None:
 
 
 def finish() -> None:
-    """Close everything. Idempotent; never raises."""
+    """Close everything, and note how the run ended: with the exception that is on its way, if any. Idempotent; never raises."""
     global _current
     ending, _current = _current, None
     if ending is not None:
         try:
-            ending.finish()
+            ending.finish(sys.exc_info()[1])
         except OSError as error:
             os.write(2, f"tracking could not be closed: {error}\n".encode())

@@ -66,6 +66,7 @@ def drive(tmp_path, monkeypatch):
         driver.main(argv(tmp_path, name, "--in-process", *flags))
         return Finished(tmp_path / name)
 
+    call.folder = tmp_path
     yield call
     assert {signum: signal.getsignal(signum) for signum in handlers} == handlers, "the run kept the signals"
     sys.excepthook = hook

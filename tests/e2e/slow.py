@@ -17,3 +17,19 @@ async def reward(sample: Sample) -> float:
 async def generate(sample: Sample, call: GenerateCall) -> None:
     await single_turn(sample, call)
     await asyncio.sleep(WAIT)
+
+
+calls = 0
+
+
+async def stuck_reward(sample: Sample) -> float:
+    """Answers for the first rollout only."""
+    global calls
+    calls += 1
+    if calls > 16:
+        await asyncio.sleep(3600)
+    return float(calls % 2)
+
+
+async def broken_reward(sample: Sample) -> float:
+    raise KeyError("no such thing")

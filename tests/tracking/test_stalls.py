@@ -27,7 +27,7 @@ def clock() -> Clock:
 def test_it_speaks_up_once_per_timeout_and_names_what_runs(clock):
     line = Timeline()
     watch = StallWatch(line, 100.0, clock)
-    watch.worker_stacks = lambda: "engine-0: in decode"
+    watch.who_waits = lambda: "engine-0: in decode"
     with line.span("actor", "train", rollout_id=3):
         assert watch.look() is None
         clock.ahead = 101.0
@@ -58,9 +58,9 @@ def test_workers_that_do_not_answer_are_part_of_the_report(clock):
     def silent() -> str:
         raise TimeoutError("no answer")
 
-    watch.worker_stacks = silent
+    watch.who_waits = silent
     clock.ahead = 2.0
-    assert "did not tell their stacks: TimeoutError: no answer" in watch.look()
+    assert "did not tell: TimeoutError: no answer" in watch.look()
 
 
 def test_a_run_watches_itself(make):
@@ -71,7 +71,7 @@ def test_a_run_watches_itself(make):
         told.set()
         return "stacks"
 
-    tracking.set_worker_stacks(stacks)
+    tracking.set_who_waits(stacks)
     assert told.wait(20)
 
 
