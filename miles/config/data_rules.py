@@ -6,7 +6,9 @@ from pathlib import Path
 
 from miles.config.places import there
 from miles.config.problem import Problem, wrong
+from miles.config.reward import parts_of
 from miles.config.run_config import RunConfig
+from miles.config.schema import flag
 
 
 def training_data(args: RunConfig) -> Iterator[Problem]:
@@ -32,5 +34,18 @@ def training_data(args: RunConfig) -> Iterator[Problem]:
 
 
 def rewards(args: RunConfig) -> Iterator[Problem]:
-    if args.reward == "remote" and not args.reward_url:
+    named = {"reward": args.reward, "eval_reward": args.eval_reward or args.reward, **args.reward_by_set}
+    used: set[str] = set()
+    for name, mix in named.items():
+        try:
+            used |= parts_of(mix).keys()
+        except ValueError as error:
+            setting = name if name in ("reward", "eval_reward") else "reward_by_set"
+            yield Problem((setting,), f"{flag(setting)}: {error}")
+    if unknown := args.reward_by_set.keys() - args.prompt_data.keys() - args.eval_data.keys():
+        known = ", ".join([*args.prompt_data, *args.eval_data]) or "none"
+        yield wrong(args, "reward_by_set", f"no set is called {', '.join(sorted(unknown))}; there are {known}")
+    if "remote" in used and not args.reward_url:
         yield wrong(args, "reward", "needs --reward-url")
+    if "judge" in used and not (args.judge_url and args.judge_model):
+        yield wrong(args, "reward", "needs --judge-url and --judge-model")

@@ -64,7 +64,7 @@ def load_source(args: RunConfig, tokenizer: Any) -> DatasetSource:
         shuffle=args.shuffle,
         num_epoch=args.num_epoch,
         order=order,
-        names=tuple(sets) if len(sets) > 1 else ("",),
+        names=tuple(sets) if len(sets) > 1 or args.reward_by_set else ("",),
         difficulty=difficulty,
         measure=args.curriculum == PASS_RATE,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -24,6 +24,7 @@ def rollout_metrics(groups: Sequence[PromptGroup], data: RolloutData, weight_ver
         "rollout/prompt_length": _mean(data.prompt_lengths),
         "rollout/truncated_share": status[SampleStatus.TRUNCATED] / count,
         "rollout/unscored": float(data.num_samples - len(scored)),
+        "rollout/reward_failed": float(sum(sample.reward is None and sample.error is not None for sample in samples)),
         "rollout/weight_version": float(weight_version),
         "rollout/weight_lag_mean": float(weight_version - versions.mean()) if len(versions) else 0.0,
         "rollout/weight_lag_max": float(weight_version - versions.min()) if len(versions) else 0.0,
@@ -57,6 +58,12 @@ def _details(groups: Sequence[PromptGroup]) -> dict[str, float]:
             for name, value in sample.reward_details.items():
                 parts[name].append(value)
     return {f"rollout/reward_details/{name}": _mean(values) for name, values in sorted(parts.items())}
+
+
+def without_marker(metrics: Mapping[str, float]) -> list[str]:
+    """Rewards that found in no answer of the batch the marker that they look for, such as </think>."""
+    names = [name.removeprefix("rollout/reward_details/") for name, value in metrics.items() if name.endswith("/marked") and value == 0]
+    return [name.removesuffix("marked").rstrip("/") or "the reward" for name in names]
 
 
 def _mean(values: Sequence[float] | np.ndarray) -> float:

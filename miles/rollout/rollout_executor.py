@@ -26,7 +26,7 @@ from miles.rollout.evaluate import Evaluator
 from miles.rollout.filters import load_filter
 from miles.rollout.generate import build_generate, load_generate, single_turn
 from miles.rollout.group import cut_off
-from miles.rollout.metrics import rollout_metrics
+from miles.rollout.metrics import rollout_metrics, without_marker
 from miles.rollout.sample_log import write_samples
 from miles.rollout.verdicts import Verdicts
 from miles.tracking.ledger import Ledger
@@ -127,6 +127,8 @@ class RolloutExecutor:
             times=[group.times for group in output.groups],
             ready=ready,
         )
+        for reward in without_marker(ref.metrics):
+            logger.warning("rollout %d: no answer has the marker that %s looks for, so each scores as if wrong", rollout_id, reward)
         self.stored[rollout_id] = ref
         self.ledger.note_all("drained", ref.group_indices, rollout_id=rollout_id, version=self.weight_version)
         write_samples(

@@ -2,10 +2,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from miles.rewards.call import BUILTIN
 from miles.rewards.math_answer import grade, last_box, tidy
-from miles.rewards.reward import BUILTIN, RewardScorer
+from miles.rewards.reward import RewardScorer
 
-MATH_LIKE = ["math", "last_number"]
+MATH_LIKE = ["math", "last_number", "gsm8k", "dapo"]
 
 
 def table(text: str) -> list[tuple[str, str, float]]:
@@ -23,12 +24,14 @@ def boxed(text: str) -> list[tuple[str, str, float]]:
 @pytest.mark.parametrize("reward", MATH_LIKE)
 @pytest.mark.parametrize("around", ["Answer: {}", "{}", "${}$", "<think>9</think> {}", "The value is {}.\n", r"\[ {} \]"])
 async def test_every_math_like_type_reads_a_box(scorer, answer, reward, around):
+    if reward == "dapo":
+        around = f"Answer: {around}".replace("Answer: Answer: ", "Answer: ").replace("<think>9</think> ", "")
     for box in [r"\boxed{5}", r"\fbox{5}", r"\boxed{ 5 }", r"\boxed{5.0}"]:
         right, wrong = answer(around.format(box), "5"), answer(around.format(box), "6")
         each = scorer(reward, reward_workers=0)
         await each.score(right)
         await each.score(wrong)
-        assert (right.reward, wrong.reward) == (1.0, 0.0), box
+        assert (right.reward, wrong.reward) == (1.0, -1.0 if reward == "dapo" else 0.0), box
 
 
 def test_math_like_types_are_built_in():
@@ -217,6 +220,18 @@ def test_ways_to_write_an_answer(response, label, wanted):
 @pytest.mark.parametrize("response", ["", r"\boxed{5}", r"\boxed{}", r"\boxed{n/a}", r"\boxed{\frac{}", "n/a", "None", r"\frac{"])
 def test_a_label_that_cannot_be_read_is_unscorable(response, label):
     assert grade(response, label) is None
+
+
+@pytest.mark.case("C15")
+@pytest.mark.parametrize("reward", MATH_LIKE)
+@pytest.mark.parametrize("label", ["", r"\frac{", "n/a", None])
+async def test_no_math_like_type_gives_points_without_a_label(scorer, answer, reward, label):
+    each = scorer(reward, reward_workers=0)
+    for response in ["", r"\boxed{5}", r"\boxed{}", "Answer: n/a", f"Answer: {label}", str(label)]:
+        sample = answer(response, label)
+        await each.score(sample)
+        assert sample.reward is None
+    assert each.num_unscored == 6
 
 
 @pytest.mark.case("C15")

@@ -68,7 +68,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def remote(scorer, server, monkeypatch) -> Callable[..., RewardScorer]:
-    monkeypatch.setattr("miles.rewards.remote.FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("miles.rewards.http.FIRST_PAUSE", 0.01)
     return lambda **settings: scorer("remote", reward_url=server.url, **settings)
 
 
@@ -115,18 +115,18 @@ async def test_passing_trouble_is_tried_again(server, remote, answer, trouble):
         ([(200, "good")], "no JSON"),
         ([(200, '"good"')], "not a number"),
         ([(200, '{"score": 1}')], "not a number"),
-        ([(-1, "")], "took longer than --reward-timeout 0.3 s"),
+        ([(-1, "")], "took longer than --reward-timeout 1 s"),
     ],
 )
 async def test_lasting_trouble_is_a_failure_that_says_why(server, remote, answer, answers, reason):
     server.answers = list(answers)
     with pytest.raises(RewardError, match=reason):
-        await remote(reward_timeout=0.3 if answers[0][0] == -1 else 20).score(answer("x"))
+        await remote(reward_timeout=1 if answers[0][0] == -1 else 20).score(answer("x"))
     assert len(server.bodies) == len(answers)
 
 
 async def test_nobody_listens(scorer, answer, server, monkeypatch):
-    monkeypatch.setattr("miles.rewards.remote.FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("miles.rewards.http.FIRST_PAUSE", 0.01)
     server.shutdown()
     server.server_close()
     sample = answer("x")

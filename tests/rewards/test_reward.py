@@ -143,7 +143,7 @@ async def test_dispose_ends_workers_that_hang_and_their_children(answer, tmp_pat
     marker = tmp_path / "child"
     task = asyncio.ensure_future(scorer.score(answer("leave a child", metadata={"marker": str(marker)})))
     await asyncio.to_thread(_wait_until, lambda: marker.exists() and marker.read_text())
-    pids = [*scorer._pool.pids(), int(marker.read_text())]
+    pids = [*scorer.pids(), int(marker.read_text())]
     assert len(pids) == 2
     await scorer.dispose()
     await scorer.dispose()
@@ -163,7 +163,7 @@ from miles.types import Sample
 scorer = RewardScorer(RewardSection(reward="reward_functions.as_told", reward_timeout=1.0))
 async def main():
     await scorer.score(Sample(0, 0, "p", [1], response="fine"))
-    print(*scorer._pool.pids(), flush=True)
+    print(*scorer.pids(), flush=True)
     await scorer.score(Sample(0, 0, "p", [1], response={what!r}))
     await asyncio.sleep(3600)
 asyncio.run(main())
