@@ -140,7 +140,7 @@ def test_no_traces_outside_of_its_folder(isolated, tmp_path):
     ],
 )
 def test_what_is_ended_and_why(isolated, program, fault):
-    ran = run(program, seconds=1.0)
+    ran = run(program, seconds=1.0 if fault == "time" else 30.0)
     assert ran.fault == fault
     assert ran.isolated == isolated
     assert not left_over()
