@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from miles.config.reward import parts_of
 from miles.config.run_config import RunConfig
 from miles.data.dataset import FirstRows, check_prompts
 from miles.plugins import check
-from miles.rewards import reward
+from miles.rewards import call
 from miles.rollout import filters, generate, rollout_executor
 
-COMPARE_WITH_LABEL = ("math", "multiple_choice", "exact", "last_number", "f1")
+COMPARE_WITH_LABEL = frozenset({"math", "gsm8k", "dapo", "multiple_choice", "exact", "last_number", "f1"})
 
 
 def check_run(args: RunConfig) -> None:
@@ -20,19 +21,20 @@ def check_run(args: RunConfig) -> None:
         ValueError: a name that is nothing, a row that cannot be used, a file with too few rows, or without labels.
     """
     check_plugs(args)
-    found = [check_data(args, path, args.reward) for path in args.prompt_data.values()]
+    found = [check_data(args, path, args.reward_by_set.get(name, args.reward)) for name, path in args.prompt_data.items()]
     rows = sum(part.count for part in found if part is not None)
     if rows < args.rollout_batch_size and all(part is not None and part.is_all for part in found):
         raise rollout_executor.too_few(args, rows)
     if args.eval_mode == "shared":
-        for path in args.eval_data.values():
-            check_data(args, path, args.eval_reward or args.reward)
+        for name, path in args.eval_data.items():
+            check_data(args, path, args.reward_by_set.get(name, args.eval_reward or args.reward))
 
 
 def check_plugs(args: RunConfig) -> None:
     names = (
-        (args.reward, reward.BUILTIN, "--reward"),
-        (args.eval_reward, reward.BUILTIN, "--eval-reward"),
+        *((part, call.BUILTIN, "--reward") for part in parts_of(args.reward)),
+        *((part, call.BUILTIN, "--eval-reward") for part in parts_of(args.eval_reward or args.reward)),
+        *((part, call.BUILTIN, "--reward-by-set") for mix in args.reward_by_set.values() for part in parts_of(mix)),
         (args.rollout_function, rollout_executor.BUILTIN, "--rollout-function"),
         (args.generate_function, generate.BUILTIN, "--generate-function"),
         (args.group_filter, filters.BUILTIN, "--group-filter"),
@@ -49,7 +51,7 @@ def check_data(args: RunConfig, path: str, reward_name: str) -> FirstRows | None
     if Path(path).expanduser().is_dir():
         return None
     found = check_prompts(path, args)
-    if found.labelled == 0 and reward_name in COMPARE_WITH_LABEL:
+    if found.labelled == 0 and COMPARE_WITH_LABEL & parts_of(reward_name).keys():
         raise ValueError(
             f"{path}: no row has a field {args.label_key!r} (--label-key), and the reward {reward_name!r} compares answers with it"
         )
