@@ -102,6 +102,17 @@ class ProcessGone(RuntimeError):
     """The process behind one of these sockets has ended. Nothing comes of it until it is started again."""
 
 
+class FirstStepWrong(RuntimeError):
+    """What --verify-first-step found. `which`: weights, tokenisation, sampling filter, staleness, numerics or reward."""
+
+    def __init__(self, which: str, what: str) -> None:
+        super().__init__(which, what)
+        self.which, self.what = which, what
+
+    def __str__(self) -> str:
+        return f"--verify-first-step: {self.which}: {self.what}"
+
+
 class Engine(Protocol):
     """One inference engine: one cell of the controller, one worker. Everything is async; nothing blocks the loop."""
 

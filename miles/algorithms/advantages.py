@@ -1,40 +1,46 @@
-"""How much better than expected: GRPO's group baseline, and GAE over a critic's values.
+"""How much better than expected: baselines from the group, returns of tokens, GAE over a critic's values, a teacher's word.
 
 Everything here is computed in float64 and returned in the type of its input, without gradients.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
+
+GroupForm = Literal["std", "mean", "leave_one_out", "mean_ratio"]
+"""What a group's deviations from their mean are divided by; see `group_advantages`."""
 
 _ROUNDING = 4  # units in the last place: a spread no larger than this is rounding, not signal
 _NO_VARIANCE = 1e-13  # of the mean square: what float32 values and float64 sums of squares can lose
 
 
 @torch.no_grad()
-def group_advantages(rewards: Tensor, group_ids: Tensor, std_normalization: bool) -> Tensor:
-    """Reward minus the mean of its group, over the group's standard deviation if asked (GRPO, arXiv 2402.03300).
+def group_advantages(rewards: Tensor, group_ids: Tensor, form: GroupForm) -> Tensor:
+    """How far each reward is from those of its group, in one of four forms; n is the number of the group's scored samples.
 
-    The standard deviation is the sample one (n - 1), as torch.std, and no epsilon is added to it: a group whose rewards
-    are equal up to rounding gets exactly 0, any other is divided by its true spread. Without the division it is the
-    form of Dr.GRPO (arXiv 2503.20783).
+    - std: (r - mean) / std (GRPO, arXiv 2402.03300). The standard deviation is the sample one (n - 1), as torch.std.
+    - mean: r - mean (Dr.GRPO, arXiv 2503.20783).
+    - leave_one_out: r - mean of the others = (r - mean) n / (n - 1) (RLOO, arXiv 2402.14740).
+    - mean_ratio: (r - mean) / mean (MaxRL, arXiv 2602.02710), for rewards that are not negative.
+
+    No epsilon is added to a divisor: a group whose rewards are equal up to rounding gets exactly 0, any other is divided
+    by its true spread or mean.
 
     Args:
-        rewards: [samples], NaN where unscored. Unscored samples stay out of mean and spread and get 0.
+        rewards: [samples], NaN where unscored. Unscored samples stay out of everything and get 0.
         group_ids: [samples], any integers; siblings share one.
-        std_normalization: divide by the standard deviation.
+        form: one of the four.
 
     Returns:
         [samples], in the type of rewards. A group with a single scored sample gets 0.
 
     Raises:
-        ValueError: a reward is infinite, or the shapes differ.
+        ValueError: a reward is infinite, or negative with mean_ratio, or the shapes differ.
     """
-    if rewards.shape != group_ids.shape or rewards.dim() != 1:
-        raise ValueError(f"rewards {tuple(rewards.shape)} and group_ids {tuple(group_ids.shape)} must be [samples] both")
-    if rewards.isinf().any():
-        raise ValueError(f"infinite rewards at samples {rewards.isinf().nonzero().flatten().tolist()}")
+    _check_rewards(rewards, group_ids, form)
     if not len(rewards):
         return rewards.clone()
     group_of = torch.unique(group_ids, return_inverse=True)[1]  # [samples] 0 .. groups - 1
@@ -53,12 +59,29 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, std_normalization: bool
     spread = (highest - lowest > rounding) & (count > 1)  # [groups]
 
     deviation = rows - mean[group]  # [scored]
-    if std_normalization:
+    if form == "std":
         variance = zeros.index_add(0, group, deviation.square()) / (count - 1).clamp(min=1)
-        deviation = deviation / torch.where(spread, variance, 1.0).sqrt()[group]
+        divisor = variance.sqrt()
+    elif form == "leave_one_out":
+        divisor = (count - 1) / count.clamp(min=1)
+    else:
+        divisor = mean if form == "mean_ratio" else torch.ones_like(mean)
+    deviation = deviation / torch.where(spread, divisor, 1.0)[group]
     advantages = torch.zeros_like(rewards)
     advantages[scored] = torch.where(spread[group], deviation, 0.0).to(rewards.dtype)
     return advantages
+
+
+def _check_rewards(rewards: Tensor, group_ids: Tensor, form: GroupForm) -> None:
+    if rewards.shape != group_ids.shape or rewards.dim() != 1:
+        raise ValueError(f"rewards {tuple(rewards.shape)} and group_ids {tuple(group_ids.shape)} must be [samples] both")
+    if rewards.isinf().any():
+        raise ValueError(f"infinite rewards at samples {rewards.isinf().nonzero().flatten().tolist()}")
+    if form == "mean_ratio" and (rewards < 0).any():
+        below = (rewards < 0).nonzero().flatten().tolist()
+        raise ValueError(f"--advantage-estimator maxrl divides by the mean reward: those of samples {below} are negative")
+    if form not in ("std", "mean", "leave_one_out", "mean_ratio"):
+        raise ValueError(f"form {form!r} is none of std, mean, leave_one_out, mean_ratio")
 
 
 @torch.no_grad()
@@ -77,6 +100,42 @@ def outcome_rewards(reward: float, mask: Tensor) -> Tensor:
     if len(trained):
         rewards[trained[-1]] = reward
     return rewards
+
+
+@torch.no_grad()
+def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    """What is still to come at each trained token of one sample: its reward + gamma times the next trained token's return.
+
+    The return of REINFORCE++ (arXiv 2501.03262), where rewards are the outcome on the last token less a KL on each.
+    Tokens with mask 0 are skipped as if they were not there, as in `gae`.
+
+    Args:
+        rewards: [tokens], see `outcome_rewards`.
+        mask: [tokens], 1 on trained tokens.
+        gamma: discount.
+
+    Returns:
+        [tokens], 0 where mask is 0, in the type of rewards.
+    """
+    return gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)[0]
+
+
+@torch.no_grad()
+def distillation_advantages(logprobs: Tensor, teacher_logprobs: Tensor, coef: float) -> Tensor:
+    """coef x (teacher's log-prob - the policy's) of each token that the policy sampled.
+
+    Its mean under the policy is minus the reverse KL to the teacher, KL(policy || teacher), so the policy gradient with it
+    is the gradient of that KL, token by token: on-policy distillation (GKD, arXiv 2306.13649; MiniLLM, arXiv 2306.08543).
+
+    Args:
+        logprobs: [tokens], of the policy that wrote them.
+        teacher_logprobs: [tokens].
+        coef: factor.
+
+    Returns:
+        [tokens], in the type of logprobs.
+    """
+    return (coef * (teacher_logprobs.double() - logprobs.double())).to(logprobs.dtype)
 
 
 @torch.no_grad()

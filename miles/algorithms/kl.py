@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -9,7 +10,10 @@ from torch import Tensor
 
 from miles.algorithms.numerics import LOG_RATIO_LIMIT, widened
 
-Estimator = Literal["k1", "k2", "k3"]
+Estimator = Literal["k1", "k2", "k3", "k3_bounded"]
+
+SLOPE_LIMIT = 10.0
+"""k3_bounded pulls no harder than this: where exp(d) - 1 reaches it, it goes on straight."""
 
 
 def kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: Estimator) -> Tensor:
@@ -26,7 +30,7 @@ def kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: Estimator) -> Tensor:
     Args:
         logprobs: [tokens], of the policy; gradients flow through these.
         ref_logprobs: [tokens], of the reference.
-        estimator: k1, k2 or k3.
+        estimator: k1, k2, k3 or k3_bounded.
 
     Returns:
         [tokens], in the wider type of the two, at least float32.
@@ -37,11 +41,11 @@ def kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: Estimator) -> Tensor:
         value = -difference
     elif estimator == "k2":
         value = 0.5 * difference.square()
-    elif estimator == "k3":
-        near = difference.clamp(max=LOG_RATIO_LIMIT)
-        beyond = difference - near  # 0, or how far past the limit
-        value = torch.expm1(near) - near + beyond * torch.expm1(difference.new_tensor(LOG_RATIO_LIMIT))
-        value = value.clamp(min=0)
+    elif estimator in ("k3", "k3_bounded"):
+        limit = LOG_RATIO_LIMIT if estimator == "k3" else math.log1p(SLOPE_LIMIT)
+        near = difference.clamp(max=limit)
+        tangent = math.expm1(limit) - limit + (difference - limit) * math.expm1(limit)
+        value = torch.where(difference > limit, tangent, (torch.expm1(near) - near).clamp(min=0))
     else:
-        raise ValueError(f"kl_estimator {estimator!r} is none of k1, k2, k3")
+        raise ValueError(f"kl_estimator {estimator!r} is none of k1, k2, k3, k3_bounded")
     return value.to(dtype)

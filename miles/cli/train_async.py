@@ -4,8 +4,8 @@ import sys
 from collections.abc import Sequence
 
 from miles.cli import driver
+from miles.config.algorithm_rules import validate_async_off_policy_correction
 from miles.config.run_config import RunConfig
-from miles.config.validate import validate_async_off_policy_correction
 
 
 def main(argv: Sequence[str]) -> int:

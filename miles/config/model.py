@@ -10,6 +10,8 @@ class ModelSection(Section):
     """Directory or hub name of a Hugging Face causal LM, or random:tiny and the like for a seeded random model of a known shape."""
     ref_checkpoint: str | None = None
     """Reference model for KL; default: hf_checkpoint. Loaded only when a KL coefficient is not 0."""
+    teacher_checkpoint: str | None = None
+    """Teacher of on-policy distillation: a model with the same tokenizer, held by the trainer. See teacher_coef."""
     critic_checkpoint: str | None = None
     """Model that the critic starts from; default: hf_checkpoint."""
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -18,6 +18,8 @@ class RunSection(Section):
     """Host all workers in this one process instead of Ray actors (debugging, fast tests)."""
     ray_address: str | None = None
     """Address of a running Ray cluster to join ("auto", "host:port"); RAY_ADDRESS works too. Without it a local Ray is started."""
+    verify_first_step: bool = False
+    """Check weights, ids, sampling, log-probs, ratio, KL and gold rewards of the first step; what is wrong ends the run, by its kind."""
     debug_exit_after_rollout: int | None = Field(None, ge=1)
     """Stop cleanly after so many rollouts of this process."""
     colocate: bool = False

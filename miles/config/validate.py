@@ -1,18 +1,16 @@
 """Rules that one field's type cannot hold: ranges of floats, combinations, arithmetic, and files that must be there."""
 
-import logging
 import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from miles.config.algorithm_rules import algorithm
 from miles.config.data_rules import rewards, training_data
 from miles.config.places import model_missing, newest_checkpoint, there, unwritable
 from miles.config.problem import Problem, wrong
 from miles.config.run_config import RunConfig
 from miles.config.schema import settings
-
-logger = logging.getLogger(__name__)
 
 SGLANG_OURS = {
     "model_path": "--hf-checkpoint",
@@ -26,7 +24,6 @@ SGLANG_OURS = {
     "pp_size": "nothing: pipelines are not supported",
 }
 """Options of SGLang's server that follow from settings of a run, and from which."""
-CORRECTIONS = ("use_rollout_logprobs", "use_tis", "keep_old_actor")
 
 
 class SettingsError(ValueError):
@@ -66,6 +63,10 @@ def ranges(args: RunConfig) -> Iterator[Problem]:
         yield wrong(args, "top_k", "must be at least 0 (0 is off)")
     if not 0 <= args.min_p < 1:
         yield wrong(args, "min_p", "must be at least 0 and below 1")
+    for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+        if args.__dict__[name] != off and args.advantage_estimator != "sft":
+            text = "log-probs are those of the whole distribution, so training on what a truncated one wrote is biased"
+            yield wrong(args, name, f"{text}; leave it at {off:g} (evaluation has its own: --eval-top-p)")
     if args.min_lr > args.lr and args.lr_schedule != "constant":
         yield wrong(args, "min_lr lr", "the schedule may not end above its peak")
     if "" in args.stop:
@@ -94,8 +95,9 @@ def batches(args: RunConfig) -> Iterator[Problem]:
         yield wrong(args, "num_trainers global_batch_size", text)
     if args.num_rollout is None and args.num_epoch is None:
         yield Problem(("num_rollout", "num_epoch"), "--num-rollout, --num-epoch: one of them must say how long the run is")
-    if args.advantage_estimator == "grpo" and args.n_samples_per_prompt == 1:
-        yield wrong(args, "n_samples_per_prompt advantage_estimator", "grpo compares siblings; with one of them nothing is learnt")
+    if args.compares_siblings and args.teacher_checkpoint is None and args.n_samples_per_prompt == 1:
+        text = f"{args.advantage_estimator} compares siblings; with one of them nothing is learnt"
+        yield wrong(args, "n_samples_per_prompt advantage_estimator", text)
     first = args.start_rollout_id
     if first is not None and args.num_rollout is not None and first >= args.num_rollout:
         yield wrong(args, "start_rollout_id num_rollout", "nothing to do: the first rollout lies behind the last")
@@ -116,13 +118,7 @@ def lengths(args: RunConfig) -> Iterator[Problem]:
             yield wrong(args, f"max_prompt_length {response} engine_max_context", text)
 
 
-def algorithm(args: RunConfig) -> Iterator[Problem]:
-    if args.keep_old_actor and args.use_rollout_logprobs:
-        yield wrong(args, "keep_old_actor use_rollout_logprobs", "each sets the base of the policy ratio; choose one")
-    if args.kl_coef > 0 and not args.use_critic:
-        yield wrong(args, "kl_coef advantage_estimator", "a KL in the reward is ppo's; a KL in the loss is --kl-loss-coef")
-    if args.num_critic_only_steps > 0 and not args.use_critic:
-        yield wrong(args, "num_critic_only_steps advantage_estimator", "there is no critic; ppo has one")
+def modes(args: RunConfig) -> Iterator[Problem]:
     if args.fully_async and args.pause_mode == "abort":
         yield wrong(args, "fully_async pause_mode", "every publish would cut off what is in flight; use retract or in_place")
     if args.fully_async and args.colocate:
@@ -151,7 +147,7 @@ def evaluation(args: RunConfig) -> Iterator[Problem]:
 def files(args: RunConfig) -> Iterator[Problem]:
     if not args.hf_checkpoint:
         yield Problem(("hf_checkpoint",), "--hf-checkpoint: a model is needed; `miles get-model` makes a small one")
-    for name in ("hf_checkpoint", "ref_checkpoint", "critic_checkpoint"):
+    for name in ("hf_checkpoint", "ref_checkpoint", "critic_checkpoint", "teacher_checkpoint"):
         if args.__dict__[name] and (reason := model_missing(args.__dict__[name])):
             yield wrong(args, name, f"{reason}; `miles get-model` makes a small model")
 
@@ -218,8 +214,12 @@ def warnings_of(args: RunConfig) -> list[str]:
         found.append("--offload-train: without a critic or --colocate nothing else wants the trainer's memory")
     if args.save_hf and args.save_interval is None:
         found.append("--save-hf: exports happen at saves, and --save-interval asks for none but those on demand")
-    if args.min_p > 0 or args.top_p < 1 or args.top_k > 0:
-        found.append("--top-p, --top-k, --min-p: log-probs stay those of the whole distribution, so truncated sampling biases the gradient")
+    if args.use_tis and args.use_rollout_logprobs:
+        found.append("--use-tis: with --use-rollout-logprobs the ratio itself starts at the engines' log-probs, and all weights are 1")
+    if args.policy_loss == "gspo" and args.eps_clip > 0.05:
+        found.append(f"--eps-clip {args.eps_clip:g}: a sample's geometric mean ratio never gets there; gspo's paper has 3e-4 and 4e-4")
+    if args.policy_loss == "cispo" and args.eps_clip_high is None:
+        found.append("--policy-loss cispo: --eps-clip-high is that of the clipped loss; cispo wants a wider limit, such as 4")
     if args.api_server_port and args.api_server_host not in ("127.0.0.1", "localhost", "::1"):
         found.append(
             f"--api-server-host {args.api_server_host}: the control API can be reached from outside; its token is all that guards it"
@@ -232,6 +232,7 @@ RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     batches,
     lengths,
     algorithm,
+    modes,
     evaluation,
     training_data,
     files,
@@ -241,39 +242,3 @@ RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     processes,
     sglang,
 )
-
-
-def validate_async_off_policy_correction(args: RunConfig) -> None:
-    """Refuse an asynchronous run that treats stale samples as its own; called by the asynchronous driver.
-
-    Batch r + 1 is requested before the actor has trained on batch r. A ratio recomputed with the current actor starts at one
-    and clips around a policy that never wrote the data, whatever the estimator. So a correction must be chosen.
-    Warns when the one that is on reaches less far back than the data may.
-
-    Raises:
-        ValueError: names the three corrections.
-    """
-    if args.advantage_estimator == "sft":
-        return
-    lag = max_weight_lag(args)
-    if not any(args.__dict__[name] for name in CORRECTIONS):
-        raise ValueError(
-            f"--advantage-estimator {args.advantage_estimator}: asynchronous samples lag up to {lag} rollout(s) behind the weights they"
-            " train, and nothing corrects for it. Turn on one of --use-rollout-logprobs (the engines' log-probs are the base of the policy"
-            " ratio), --use-tis (truncated importance sampling), --keep-old-actor (the ratio's base is the last publish)"
-        )
-    if args.keep_old_actor and not args.use_tis and lag > 1:
-        logger.warning(
-            "--keep-old-actor corrects for samples of the last publish, but with %s they may be %d rollouts old; --use-tis or"
-            " --use-rollout-logprobs corrects for any lag",
-            f"--max-weight-staleness {args.max_weight_staleness}"
-            if args.fully_async
-            else f"--update-weights-interval {args.update_weights_interval}",
-            lag,
-        )
-
-
-def max_weight_lag(args: RunConfig) -> int:
-    """The most rollouts that a trained sample can lag behind: k in plain async with a publish every k rollouts."""
-    k = args.update_weights_interval
-    return k if not args.fully_async else max(1, args.max_weight_staleness) * k + k - 1

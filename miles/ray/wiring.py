@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 EXECUTOR = "executor"
 ENGINES = {"embedded": "miles.engines.embedded.engine.EmbeddedEngine", "sglang": "miles.engines.sglang.engine.SGLangEngine"}
-_MODEL_SETTINGS = ("hf_checkpoint", "ref_checkpoint", "critic_checkpoint")
+_MODEL_SETTINGS = ("hf_checkpoint", "ref_checkpoint", "critic_checkpoint", "teacher_checkpoint")
 # glibc hands large blocks back at once; a training step then spends half its time on page faults.
 _TRAINER_MALLOC = "glibc.malloc.mmap_threshold=8589934592:glibc.malloc.trim_threshold=17179869184"
 _SLACK = 30.0  # seconds: a worker's own limit, which knows more, comes first

@@ -24,13 +24,14 @@ from miles.rollout.context import RolloutContext, train_sampling
 from miles.rollout.cursor import merged
 from miles.rollout.evaluate import Evaluator
 from miles.rollout.filters import load_filter
+from miles.rollout.first_rollout import WatchedRouter, check_exchanges, check_gold
 from miles.rollout.generate import build_generate, load_generate, single_turn
 from miles.rollout.group import cut_off
 from miles.rollout.metrics import rollout_metrics, without_marker
 from miles.rollout.sample_log import write_samples
 from miles.rollout.verdicts import Verdicts
 from miles.tracking.ledger import Ledger
-from miles.types import EvalResult, RolloutDataRef, RolloutOutput
+from miles.types import EvalResult, PromptGroup, RolloutDataRef, RolloutOutput
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -75,6 +76,7 @@ class RolloutExecutor:
         self.router: Router | None = None
         self.rollout_fn: RolloutFn | None = None
         self.weight_version = 0
+        self.watched: WatchedRouter | None = None  # until the first rollout is checked
         self.stored: dict[int, RolloutDataRef] = {}  # rollouts handed out and not yet known to be trained
         self.calls: set[asyncio.Task[Any]] = set()
         self.disposed = False
@@ -87,6 +89,8 @@ class RolloutExecutor:
         self.router = Router(engines, max_running=2 * self.args.engine_max_running, patience=restart)
         for context in (self.context, self.evaluator.context):
             context.router, context.num_engines = self.router, len(engines)
+        if self.args.verify_first_step:
+            self.context.router = self.watched = WatchedRouter(self.router)
         self.rollout_fn = self.make_rollout_fn(self.args, self.context)
         gc.freeze()  # what is loaded by now stays: collections need not walk the data set and the libraries again and again
 
@@ -115,6 +119,8 @@ class RolloutExecutor:
             Exception: the first fault of anything that took part, as it was raised.
         """
         output = await self._call(self._generate(rollout_id))
+        if self.watched is not None:
+            output.metrics |= await self._call(self._check_first(output.groups, self.watched))
         ready = time.time()
         data = pack(output.groups)
         shares = split(data, self.args.num_trainers, self.args.samples_per_step, rollout_id, self.weight_version)
@@ -152,6 +158,12 @@ class RolloutExecutor:
                 f"--rollout-function gave {len(output.groups)} groups, not --rollout-batch-size {self.args.rollout_batch_size}"
             )
         return output
+
+    async def _check_first(self, groups: list[PromptGroup], watched: WatchedRouter) -> dict[str, float]:
+        self.watched = None
+        metrics = check_exchanges(groups, watched.stop(), self.args) | await check_gold(groups, self.context.scorer, self.args)
+        logger.info("first rollout: ids, log-probs and sampling are those of the engines: %s", metrics)
+        return metrics
 
     async def eval(self, rollout_id: int, hf_dir: str | None = None) -> EvalResult:
         """Evaluate all sets at the current weights, or `hf_dir` in snapshot mode. Failures are reasons in the result."""

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from miles.algorithms.advantages import gae, group_advantages, moments, normalize, outcome_rewards
+from miles.algorithms.advantages import (
+    GroupForm,
+    discounted_returns,
+    distillation_advantages,
+    gae,
+    group_advantages,
+    moments,
+    normalize,
+    outcome_rewards,
+)
 from miles.algorithms.aggregation import step_totals, token_weights
 from miles.algorithms.kl import kl
 from miles.config.run_config import RunConfig
 from miles.train.mesh import Ranks
 from miles.types import TrainShare
+
+WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
 
 @dataclass(slots=True)
@@ -25,43 +37,45 @@ class TokenColumns:
     advantages: Tensor
     rollout_logprobs: Tensor
     versions: np.ndarray  # int32 [own tokens]
+    sample_of: Tensor  # int64 [own tokens] place of its sample in the share
+    lags: Tensor  # int64 [own tokens] publishes between its weights and the newest, -1: unknown
     old_logprobs: Tensor | None = None  # the ratio's base; None: the new ones before their step, so the ratio is 1
     ref_logprobs: Tensor | None = None
+    teacher_logprobs: Tensor | None = None
     old_values: Tensor | None = None
     returns: Tensor | None = None
 
 
-def token_columns(share: TrainShare, args: RunConfig, device: torch.device) -> TokenColumns:
-    """The columns that need no model. Advantages of grpo and sft are complete, those of ppo still 0."""
+def token_columns(share: TrainShare, args: RunConfig, device: torch.device, version: int = -1) -> TokenColumns:
+    """The columns that need no model; advantages are those of `fill_advantages`, and of sft.
+
+    Args:
+        version: the newest published weights, -1: none.
+    """
     data = share.data
     lengths = np.diff(data.offsets)
     sample_of = np.repeat(np.arange(data.num_samples), lengths)
     trained = (data.loss_mask != 0) & ~np.isnan(data.rewards)[sample_of]
     trained[data.offsets[:-1][lengths > 0]] = False
-    on_tokens = torch.from_numpy(trained)
-    of = torch.from_numpy(sample_of)
-
-    def spread(by_sample: Tensor) -> Tensor:
-        return (by_sample.float()[of] * on_tokens).to(device)
-
-    return TokenColumns(
+    lags = np.where((data.weight_versions >= 0) & (version >= 0), version - data.weight_versions.astype(np.int64), -1)
+    columns = TokenColumns(
         trained=trained,
-        weights=spread(_sample_weights(share, args)),
-        advantages=spread(_sample_advantages(share, args)),
+        weights=torch.zeros(0),
+        advantages=torch.tensor(trained, dtype=torch.float32, device=device),
         rollout_logprobs=torch.tensor(data.rollout_logprobs, device=device),
         versions=data.weight_versions,
+        sample_of=torch.from_numpy(sample_of).to(device),
+        lags=torch.from_numpy(lags).to(device),
     )
+    columns.weights = _on_tokens(_sample_weights(share, args), columns)
+    return columns
 
 
-def _sample_advantages(share: TrainShare, args: RunConfig) -> Tensor:
-    """[own samples]; groups are those of the whole batch, so any split gives the same numbers."""
-    if args.advantage_estimator == "sft":
-        return torch.ones(len(share.positions))
-    if args.advantage_estimator == "ppo":
-        return torch.zeros(len(share.positions))
-    batch = share.batch
-    rewards, groups = torch.tensor(batch.rewards), torch.tensor(batch.group_indices)
-    return group_advantages(rewards, groups, args.grpo_std_normalization)[torch.tensor(share.positions)]
+def _on_tokens(by_sample: Tensor, columns: TokenColumns) -> Tensor:
+    """[own samples] -> float32 [own tokens], 0 where nothing is trained."""
+    device = columns.sample_of.device
+    trained = torch.from_numpy(columns.trained).to(device)
+    return by_sample.float().to(device)[columns.sample_of] * trained
 
 
 def _sample_weights(share: TrainShare, args: RunConfig) -> Tensor:
@@ -76,36 +90,111 @@ def _sample_weights(share: TrainShare, args: RunConfig) -> Tensor:
     return weights
 
 
-def fill_gae(columns: TokenColumns, share: TrainShare, values: Tensor, args: RunConfig) -> None:
-    """PPO: advantages and returns of every trained token from the critic's `values`, float32 [own tokens].
+def fill_advantages(columns: TokenColumns, share: TrainShare, args: RunConfig, ranks: Ranks, values: Tensor | None = None) -> None:
+    """Advantages of every trained token. All ranks call it; groups and moments are those of the whole batch, however it is split.
 
-    The reward stands at the sample's last trained token. With kl_coef, each trained token's reward is lowered by
-    kl_coef times k1 of the rollout policy against the reference: what was sampled pays for it, in both roles alike.
+    Log-probs of the reference (kl_coef) and of the teacher must be in the columns.
+
+    Args:
+        values: ppo: the critic's, float32 [own tokens]. They become old_values, and returns are filled in.
     """
-    data = share.data
-    advantages, returns = torch.zeros(len(values)), torch.zeros(len(values))
-    values = values.cpu()
-    penalty = None
-    if args.kl_coef and columns.ref_logprobs is not None:
-        penalty = args.kl_coef * kl(columns.rollout_logprobs.cpu(), columns.ref_logprobs.cpu(), "k1")
+    estimator = args.advantage_estimator
+    if estimator == "sft":
+        return
+    penalty = _kl_penalty(columns, args)
+    if estimator == "ppo":
+        if values is None:
+            raise ValueError("the actor of ppo needs the critic's values")
+        _fill_gae(columns, share, args, penalty, values)
+    elif estimator == "opd":
+        columns.advantages = torch.zeros_like(columns.advantages)
+    elif estimator in WHITENED:
+        _fill_returns(columns, share, args, penalty)
+    else:
+        columns.advantages = _on_tokens(_compared_with_siblings(columns, share, args, ranks, penalty), columns)
+    if estimator in WHITENED or (estimator == "ppo" and args.normalize_advantages):
+        normalize_advantages(columns, share, ranks)
+    if columns.teacher_logprobs is not None:
+        trained = torch.from_numpy(columns.trained).to(columns.advantages.device)
+        taught = distillation_advantages(columns.rollout_logprobs, columns.teacher_logprobs, args.teacher_coef)
+        columns.advantages = columns.advantages + taught * trained
+
+
+def _kl_penalty(columns: TokenColumns, args: RunConfig) -> Tensor | None:
+    """What is taken off each token's reward: kl_coef times the rollout policy's KL, so that what was sampled pays for it. On the CPU."""
+    if not args.kl_coef or columns.ref_logprobs is None:
+        return None
+    divergence = kl(columns.rollout_logprobs.cpu(), columns.ref_logprobs.cpu(), args.kl_reward_estimator)
+    return args.kl_coef * divergence * torch.from_numpy(columns.trained)
+
+
+def _group_form(args: RunConfig) -> GroupForm:
+    if args.advantage_estimator == "grpo" and args.grpo_std_normalization:
+        return "std"
+    return {"rloo": "leave_one_out", "maxrl": "mean_ratio"}.get(args.advantage_estimator, "mean")  # type: ignore[return-value]
+
+
+def _compared_with_siblings(columns: TokenColumns, share: TrainShare, args: RunConfig, ranks: Ranks, penalty: Tensor | None) -> Tensor:
+    """float32 [own samples]. A KL in the reward is that of the whole sample, gathered from all ranks."""
+    batch, positions = share.batch, torch.tensor(share.positions)
+    rewards = torch.tensor(batch.rewards, dtype=torch.float64)
+    if penalty is not None:
+        spent = torch.zeros(len(positions), dtype=torch.float64).index_add(0, columns.sample_of.cpu(), penalty.double())
+        everyone = torch.zeros_like(rewards).index_add(0, positions, spent)
+        rewards = rewards - ranks.sum(everyone.to(ranks.device)).cpu()
+    return group_advantages(rewards.float(), torch.tensor(batch.group_indices), _group_form(args))[positions]
+
+
+def _token_rewards(columns: TokenColumns, share: TrainShare, outcomes: Tensor, penalty: Tensor | None) -> Tensor:
+    """float32 [own tokens] on the CPU: each sample's outcome on its last trained token, less the penalty."""
+    rewards = torch.zeros(len(columns.trained))
     trained = torch.from_numpy(columns.trained)
-    for sample in range(data.num_samples):
-        own = slice(int(data.offsets[sample]), int(data.offsets[sample + 1]))
-        mask = trained[own]
-        if not mask.any():
-            continue
-        rewards = outcome_rewards(float(data.rewards[sample]), mask)
-        if penalty is not None:
-            rewards -= penalty[own] * mask
-        advantages[own], returns[own] = gae(rewards, values[own], mask, args.gamma, args.gae_lambda)
+    for sample, own in enumerate(_slices(share)):
+        if trained[own].any():
+            rewards[own] = outcome_rewards(float(outcomes[sample]), trained[own])
+    return rewards if penalty is None else rewards - penalty
+
+
+def _slices(share: TrainShare) -> list[slice]:
+    offsets = share.data.offsets.tolist()
+    return [slice(start, end) for start, end in pairwise(offsets)]
+
+
+def _fill_returns(columns: TokenColumns, share: TrainShare, args: RunConfig, penalty: Tensor | None) -> None:
+    """REINFORCE++: what is still to come at each token, of the reward or of its distance to the group's mean."""
+    batch, positions = share.batch, torch.tensor(share.positions)
+    outcomes = torch.tensor(batch.rewards)
+    if args.advantage_estimator == "reinforce_plus_plus_baseline":
+        outcomes = group_advantages(outcomes, torch.tensor(batch.group_indices), "mean")
+    rewards = _token_rewards(columns, share, outcomes[positions], penalty)
+    trained = torch.from_numpy(columns.trained)
+    advantages = torch.zeros_like(rewards)
+    for own in _slices(share):
+        advantages[own] = discounted_returns(rewards[own], trained[own], args.gamma)
+    columns.advantages = advantages.to(columns.weights.device)
+
+
+def _fill_gae(columns: TokenColumns, share: TrainShare, args: RunConfig, penalty: Tensor | None, values: Tensor) -> None:
+    """PPO: the reward stands at the sample's last trained token, both roles alike."""
+    values = values.cpu()
+    rewards = _token_rewards(columns, share, torch.tensor(share.data.rewards), penalty)
+    trained = torch.from_numpy(columns.trained)
+    advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
+    for own in _slices(share):
+        advantages[own], returns[own] = gae(rewards[own], values[own], trained[own], args.gamma, args.gae_lambda)
     device = columns.weights.device
     columns.advantages, columns.returns, columns.old_values = advantages.to(device), returns.to(device), values.to(device)
 
 
 def normalize_advantages(columns: TokenColumns, share: TrainShare, ranks: Ranks) -> None:
-    """PPO: bring the advantages of each optimizer step's trained tokens, over all ranks, to mean 0 and deviation 1."""
+    """Bring the advantages of each optimizer step's trained tokens, over all ranks, to mean 0 and deviation 1."""
     step_of = np.repeat(share.batch.step_of[share.positions], np.diff(share.data.offsets))
     for step in range(share.num_steps):
         mask = torch.from_numpy(columns.trained & (step_of == step)).to(columns.advantages.device)
         total = ranks.sum(moments(columns.advantages, mask))
         columns.advantages = torch.where(mask, normalize(columns.advantages, mask, total), columns.advantages)
+
+
+def samples_with(samples: list[int], column: np.ndarray, offsets: np.ndarray) -> list[int]:
+    """Those samples that have a token at which `column` is not 0."""
+    return [sample for sample in samples if column[offsets[sample] : offsets[sample + 1]].any()]

@@ -16,6 +16,8 @@ from miles.config.run_config import RunConfig
 from miles.protocols import ObjectStore
 from miles.train import forward, offload
 from miles.train.checkpoint import Checkpointer, Progress, newest_complete
+from miles.train.first_step import FirstStep
+from miles.train.frozen_models import FrozenModels
 from miles.train.hf_export import export
 from miles.train.loss import Sums, actor_loss, add_sums, critic_loss
 from miles.train.mesh import Ranks, pick_device
@@ -27,7 +29,7 @@ from miles.train.optimizer import build_adamw, clip_gradients, learning_rate, se
 from miles.train.publish import Publisher
 from miles.train.random_model import resolve_checkpoint
 from miles.train.sharding import needs_sharding, shard
-from miles.train.targets import TokenColumns, fill_gae, normalize_advantages, token_columns
+from miles.train.targets import TokenColumns, fill_advantages, samples_with, token_columns
 from miles.types import ObjectRef, PublishPlan, Role, TrainResult, TrainShare
 
 logger = logging.getLogger(__name__)
@@ -48,7 +50,8 @@ class Trainer:
         self.dtype = DTYPES[args.dtype]
         self.step = 0
         self.version = -1
-        self.reference: TrainedModel | None = None
+        self.verified = False
+        self.frozen = FrozenModels(args, lambda source, setting: self._build(source, "actor", setting))
         self.old_actor: OldActor | None = None
         self._closing = ExitStack()
 
@@ -118,11 +121,24 @@ class Trainer:
         if self.role == "critic":
             assert columns.old_values is not None
             values_ref = self.store.put(columns.old_values.cpu().numpy())
+        first = self._first_step(own, columns, micro_batches)
+        bases = self._ratio_bases(micro_batches, columns)
         metrics = []
-        for batches, base in zip(micro_batches, self._ratio_bases(micro_batches, columns), strict=True):
-            columns.old_logprobs = base
+        for batches, columns.old_logprobs in zip(micro_batches, bases, strict=True):
             metrics.append(self._optimizer_step(batches, columns))
+        if first is not None:
+            metrics[0] |= first.check_ratio(metrics[0], exact=bases[0] is None)
         return TrainResult(metrics, self.step, time.perf_counter() - started, values_ref)
+
+    def _first_step(self, share: TrainShare, columns: TokenColumns, steps: list[list[MicroBatch]]) -> FirstStep | None:
+        """With --verify-first-step, before this process' first step of the actor: its check, the first half of which is done."""
+        args = self.args
+        if self.verified or not steps or not isinstance(self.model, PolicyModel) or not args.verify_first_step:
+            return None
+        self.verified = True
+        check = FirstStep(args, self.model, self.ranks, self.rule, share, columns, steps[0])
+        check.check_logprobs(on_policy=self.step == 0 and args.ref_checkpoint in (None, args.hf_checkpoint))
+        return check
 
     def mean_nll(self, share: ObjectRef) -> float:
         """Mean negative log-likelihood of the trained tokens of all ranks' shares under the current weights."""
@@ -136,19 +152,18 @@ class Trainer:
     def _prepare(self, share: TrainShare, critic_values: Tensor | None) -> tuple[TokenColumns, list[list[MicroBatch]]]:
         """The columns of the whole share, and each step's micro-batches, equally many on every rank."""
         args = self.args
-        columns = token_columns(share, args, self.device)
-        every = [self._pack(share, columns, step, everything=True) for step in range(share.num_steps)] if args.use_critic else []
-        if args.kl_coef or (args.kl_loss_coef and self.role == "actor"):
-            everything = every or [self._pack(share, columns, step, everything=True) for step in range(share.num_steps)]
-            columns.ref_logprobs = self._evaluate(self._reference(), everything, columns)
-        if self.role == "critic":
-            critic_values = self._evaluate(self.model, every, columns)
-        if args.use_critic:
-            if critic_values is None:
-                raise ValueError("the actor of ppo needs the critic's values")
-            fill_gae(columns, share, critic_values, args)
-            if args.normalize_advantages and self.role == "actor":
-                normalize_advantages(columns, share, self.ranks)
+        columns = token_columns(share, args, self.device, self.version)
+        with_reference = args.kl_coef or (args.kl_loss_coef and self.role == "actor")
+        with_teacher = args.teacher_checkpoint is not None
+        if with_reference or with_teacher or self.role == "critic":
+            every = [self._pack(share, columns, step, everything=True) for step in range(share.num_steps)]
+            if with_reference:
+                columns.ref_logprobs = self._evaluate(self.frozen.get("reference"), every, columns)
+            if with_teacher:
+                columns.teacher_logprobs = self._evaluate(self.frozen.get("teacher"), every, columns)
+            if self.role == "critic":
+                critic_values = self._evaluate(self.model, every, columns)
+        fill_advantages(columns, share, args, self.ranks, critic_values)
         steps = [self._pack(share, columns, step, everything=False) for step in range(share.num_steps)]
         return columns, steps
 
@@ -162,7 +177,7 @@ class Trainer:
         mine = np.flatnonzero(share.batch.step_of[share.positions] == step).tolist()
         trained = columns.trained.astype(np.uint8)
         if not everything and self.role == "actor" and not args.kl_loss_coef and not args.entropy_coef:
-            mine = _with_any(mine, columns.advantages.cpu().numpy(), data.offsets) or _with_any(mine, trained, data.offsets)[:1]
+            mine = samples_with(mine, columns.advantages.cpu().numpy(), data.offsets) or samples_with(mine, trained, data.offsets)[:1]
         batches = pack(data.token_ids, data.offsets, trained, mine, self.rule)
         return forward.equalize(batches, self.ranks, self.rule.dense_mask)
 
@@ -186,13 +201,6 @@ class Trainer:
                 return [self._evaluate(self.model, steps, columns)] * len(steps)
         later = steps[1:]
         return [None] + [self._evaluate(self.model, later, columns)] * len(later) if later else [None]
-
-    def _reference(self) -> TrainedModel:
-        if self.reference is None:
-            source = resolve_checkpoint(self.args.ref_checkpoint or self.args.hf_checkpoint, self.args.seed)
-            setting = "--ref-checkpoint" if self.args.ref_checkpoint else "--hf-checkpoint"
-            self.reference = self._build(source, "actor", setting).requires_grad_(False)
-        return self.reference
 
     def _optimizer_step(self, batches: list[MicroBatch], columns: TokenColumns) -> dict[str, float]:
         started = time.perf_counter()
@@ -286,16 +294,10 @@ class Trainer:
 
     def _move(self, device: torch.device) -> None:
         offload.move(self.model, self.optimizer, device)
-        if self.reference is not None:
-            offload.move(self.reference, None, device)
+        self.frozen.move(device)
         if self.old_actor is not None:
             self.old_actor.move(device)
 
     def dispose(self) -> None:
         """Finish what is being saved, leave the group. Idempotent, and fine after an init that failed."""
         self._closing.close()
-
-
-def _with_any(samples: list[int], column: np.ndarray, offsets: np.ndarray) -> list[int]:
-    """Those samples that have a token at which `column` is not 0."""
-    return [sample for sample in samples if column[offsets[sample] : offsets[sample + 1]].any()]

@@ -9,14 +9,27 @@ import pytest
 import torch
 from hypothesis import given
 
-from miles.algorithms.advantages import gae, group_advantages, moments, normalize, outcome_rewards
+from miles.algorithms.advantages import (
+    GroupForm,
+    discounted_returns,
+    distillation_advantages,
+    gae,
+    group_advantages,
+    moments,
+    normalize,
+    outcome_rewards,
+)
 
 NAN = math.nan
 REWARDS = st.one_of(st.sampled_from([NAN, 0.0, 1.0, 0.1, 0.3]), st.floats(-100, 100, width=32))
 GROUPS = st.lists(st.tuples(REWARDS, st.integers(-3, 3)), min_size=1, max_size=24)
 
 
-def group_reference(rewards: list[float], group_ids: list[int], std_normalization: bool) -> list[float]:
+FORMS: list[GroupForm] = ["std", "mean", "leave_one_out", "mean_ratio"]
+
+
+def group_reference(rewards: list[float], group_ids: list[int], form: GroupForm) -> list[float]:
+    """A loop over Python floats, written from the formulas."""
     result = []
     for reward, group in zip(rewards, group_ids, strict=True):
         own = [r for r, g in zip(rewards, group_ids, strict=True) if g == group and not math.isnan(r)]
@@ -24,37 +37,48 @@ def group_reference(rewards: list[float], group_ids: list[int], std_normalizatio
             result.append(0.0)
             continue
         mean = math.fsum(own) / len(own)
-        std = math.sqrt(math.fsum((r - mean) ** 2 for r in own) / (len(own) - 1))
-        result.append((reward - mean) / std if std_normalization else reward - mean)
+        if form == "std":
+            result.append((reward - mean) / math.sqrt(math.fsum((r - mean) ** 2 for r in own) / (len(own) - 1)))
+        elif form == "leave_one_out":
+            others = list(own)
+            others.remove(reward)
+            result.append(reward - math.fsum(others) / len(others))
+        else:
+            result.append((reward - mean) / (mean if form == "mean_ratio" else 1.0))
     return result
 
 
-def one_group(rewards: list[float], std_normalization: bool = True, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return group_advantages(torch.tensor(rewards, dtype=dtype), torch.zeros(len(rewards), dtype=torch.int64), std_normalization)
+def one_group(rewards: list[float], form: GroupForm = "std", dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return group_advantages(torch.tensor(rewards, dtype=dtype), torch.zeros(len(rewards), dtype=torch.int64), form)
 
 
-@given(GROUPS, st.booleans())
-def test_group_advantages_are_those_of_the_formula(pairs: list[tuple[float, int]], std_normalization: bool) -> None:
+def fit_for(form: GroupForm, pairs: list[tuple[float, int]]) -> tuple[torch.Tensor, torch.Tensor]:
     rewards = torch.tensor([reward for reward, _ in pairs])
-    groups = torch.tensor([group for _, group in pairs])
-    expected = group_reference(rewards.tolist(), groups.tolist(), std_normalization)
-    got = group_advantages(rewards, groups, std_normalization)
+    return rewards.abs() if form == "mean_ratio" else rewards, torch.tensor([group for _, group in pairs])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@given(pairs=GROUPS)
+def test_group_advantages_are_those_of_the_formula(form: GroupForm, pairs: list[tuple[float, int]]) -> None:
+    rewards, groups = fit_for(form, pairs)
+    expected = group_reference(rewards.tolist(), groups.tolist(), form)
+    got = group_advantages(rewards, groups, form)
     assert got.dtype == torch.float32
-    assert got.tolist() == pytest.approx(torch.tensor(expected).tolist(), rel=2e-7, abs=1e-12)
+    assert got.tolist() == pytest.approx(torch.tensor(expected).tolist(), rel=1e-6, abs=1e-9 if form == "leave_one_out" else 1e-12)
 
 
-@given(GROUPS, st.booleans(), st.randoms(use_true_random=False))
+@pytest.mark.parametrize("form", FORMS)
+@given(pairs=GROUPS, shuffler=st.randoms(use_true_random=False))
 def test_group_advantages_do_not_depend_on_order_or_on_other_groups(
-    pairs: list[tuple[float, int]], std_normalization: bool, shuffler: random.Random
+    form: GroupForm, pairs: list[tuple[float, int]], shuffler: random.Random
 ) -> None:
-    rewards = torch.tensor([reward for reward, _ in pairs])
-    groups = torch.tensor([group for _, group in pairs])
-    whole = group_advantages(rewards, groups, std_normalization)
+    rewards, groups = fit_for(form, pairs)
+    whole = group_advantages(rewards, groups, form)
     order = list(range(len(pairs)))
     shuffler.shuffle(order)
-    assert torch.allclose(group_advantages(rewards[order], groups[order], std_normalization), whole[order], rtol=1e-6, atol=1e-12)
+    assert torch.allclose(group_advantages(rewards[order], groups[order], form), whole[order], rtol=1e-6, atol=1e-12)
     own = groups == groups[0]
-    assert torch.allclose(group_advantages(rewards[own], groups[own], std_normalization), whole[own], rtol=1e-6, atol=1e-12)
+    assert torch.allclose(group_advantages(rewards[own], groups[own], form), whole[own], rtol=1e-6, atol=1e-12)
 
 
 @given(st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=12))
@@ -67,17 +91,19 @@ def test_normalised_advantages_have_mean_0_and_sample_variance_1(rewards: list[f
 
 @pytest.mark.case("C36")
 @pytest.mark.parametrize("rewards", [[1.0] * 4, [0.0] * 8, [0.3] * 6, [9.61] * 31, [-1e30] * 5, [0.7], [NAN, 0.7]])
-@pytest.mark.parametrize("std_normalization", [True, False])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_a_group_without_spread_gets_exactly_0(rewards: list[float], std_normalization: bool, dtype: torch.dtype) -> None:
-    assert one_group(rewards, std_normalization, dtype).tolist() == [0.0] * len(rewards)
+def test_a_group_without_spread_gets_exactly_0(rewards: list[float], form: GroupForm, dtype: torch.dtype) -> None:
+    if form == "mean_ratio":
+        rewards = [abs(reward) for reward in rewards]
+    assert one_group(rewards, form, dtype).tolist() == [0.0] * len(rewards)
 
 
 @pytest.mark.case("C36")
 def test_spread_that_is_only_rounding_is_none() -> None:
     assert one_group([0.1 + 0.2, 0.3, 0.3], dtype=torch.float64).tolist() == [0.0] * 3
     almost = torch.tensor([0.3, 0.3]).nextafter(torch.tensor([0.3, 1.0]))
-    assert group_advantages(almost, torch.zeros(2), True).tolist() == [0.0, 0.0]
+    assert group_advantages(almost, torch.zeros(2), "std").tolist() == [0.0, 0.0]
     assert one_group([1e-12, 0.0]).tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)]), "small rewards are signal"
     assert one_group([1000.0, 1000.01]).tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5])
 
@@ -85,17 +111,24 @@ def test_spread_that_is_only_rounding_is_none() -> None:
 @pytest.mark.case("C38")
 def test_unscored_samples_are_left_out_and_get_0() -> None:
     assert one_group([1, 0, NAN, 0]).tolist() == pytest.approx([1.15470, -0.57735, 0, -0.57735], abs=1e-5)
-    assert one_group([1, 0, NAN, 0], std_normalization=False).tolist() == pytest.approx([2 / 3, -1 / 3, 0, -1 / 3])
-    assert one_group([NAN, NAN, 1, NAN]).tolist() == [0.0] * 4
-    assert one_group([NAN] * 4).tolist() == [0.0] * 4
-    assert one_group([]).tolist() == []
+    assert one_group([1, 0, NAN, 0], "mean").tolist() == pytest.approx([2 / 3, -1 / 3, 0, -1 / 3])
+    assert one_group([1, 0, NAN, 0], "leave_one_out").tolist() == pytest.approx([1, -1 / 2, 0, -1 / 2])
+    assert one_group([1, 0, NAN, 0], "mean_ratio").tolist() == pytest.approx([2, -1, 0, -1])
+    for form in FORMS:
+        assert one_group([NAN, NAN, 1, NAN], form).tolist() == [0.0] * 4
+        assert one_group([NAN] * 4, form).tolist() == [0.0] * 4
+        assert one_group([], form).tolist() == []
 
 
 def test_what_group_advantages_refuse() -> None:
     with pytest.raises(ValueError, match=r"infinite rewards at samples \[1\]"):
         one_group([0.0, math.inf])
+    with pytest.raises(ValueError, match=r"--advantage-estimator maxrl .* samples \[2\] are negative"):
+        one_group([0.0, NAN, -1.0], "mean_ratio")
+    with pytest.raises(ValueError, match="form 'median'"):
+        one_group([0.0], "median")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"\(2,\) and group_ids \(3,\)"):
-        group_advantages(torch.zeros(2), torch.zeros(3), True)
+        group_advantages(torch.zeros(2), torch.zeros(3), "std")
 
 
 def gae_reference(rewards: list[float], values: list[float], mask: list[int], gamma: float, lam: float) -> tuple[list[float], list[float]]:
@@ -182,3 +215,29 @@ def test_normalize_of_equal_or_no_advantages_is_0() -> None:
         mask = torch.ones(len(values))
         assert not normalize(advantages, mask, moments(advantages, mask)).any()
         assert not normalize(advantages, mask * 0, moments(advantages, mask * 0)).any()
+
+
+@pytest.mark.case("C44")
+@given(TOKENS, st.floats(0, 1))
+def test_returns_of_reinforce_plus_plus_are_the_formula(tokens: list[tuple[float, float, int]], gamma: float) -> None:
+    rewards, _, mask = (list(column) for column in zip(*tokens, strict=True))
+    trained = [t for t, m in enumerate(mask) if m]
+    expected = [0.0] * len(mask)
+    for i, t in enumerate(trained):
+        expected[t] = math.fsum(gamma**j * rewards[later] for j, later in enumerate(trained[i:]))
+    got = discounted_returns(torch.tensor(rewards, dtype=torch.float64), torch.tensor(mask), gamma)
+    assert got.tolist() == pytest.approx(expected, rel=1e-12, abs=1e-10)
+
+
+def test_the_mean_of_distillation_advantages_is_minus_the_reverse_kl_and_so_is_their_policy_gradient() -> None:
+    logits = torch.tensor([0.3, -0.7, 1.1, 0.0], dtype=torch.float64, requires_grad=True)
+    teacher = torch.log_softmax(torch.tensor([0.0, 0.2, 0.9, -1.0], dtype=torch.float64), 0)
+    policy = torch.log_softmax(logits, 0)
+    divergence = (policy.exp() * (policy - teacher)).sum()
+    advantages = distillation_advantages(policy, teacher, 1.0)
+    assert not advantages.requires_grad
+    assert (policy.exp() * advantages).sum().item() == pytest.approx(-divergence.item(), rel=1e-12)
+    (exact,) = torch.autograd.grad(divergence, logits, retain_graph=True)
+    (estimated,) = torch.autograd.grad(-(policy.exp().detach() * advantages * policy).sum(), logits)
+    assert torch.allclose(exact, estimated, rtol=1e-12, atol=1e-14)
+    assert torch.equal(distillation_advantages(policy, teacher, 0.5), 0.5 * advantages)

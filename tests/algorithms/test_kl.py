@@ -10,6 +10,8 @@ from hypothesis import given
 
 from miles.algorithms.kl import Estimator, kl
 
+ESTIMATORS: list[Estimator] = ["k1", "k2", "k3", "k3_bounded"]
+
 
 def value_and_derivative(policy: float, reference: float, estimator: Estimator, dtype: torch.dtype = torch.float32) -> tuple[float, float]:
     logprobs = torch.tensor([policy], dtype=dtype, requires_grad=True)
@@ -29,6 +31,8 @@ def value_and_derivative(policy: float, reference: float, estimator: Estimator, 
         ("k3", -2.0, 0.36788, 0.63212),
         ("k3", -0.5, 0.14872, -0.64872),
         ("k3", -1.0, 0.0, 0.0),
+        ("k3_bounded", -2.0, 0.36788, 0.63212),
+        ("k3_bounded", -0.5, 0.14872, -0.64872),
     ],
 )
 def test_known_values_and_derivatives(estimator: Estimator, reference: float, value: float, derivative: float) -> None:
@@ -37,7 +41,7 @@ def test_known_values_and_derivatives(estimator: Estimator, reference: float, va
 
 @pytest.mark.case("C42")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "k3_bounded"])
 @pytest.mark.parametrize("difference", [100.0, -100.0, 1000.0, 10000.0])
 def test_extremes_are_finite_and_an_optimizer_step_leaves_weights_finite(
     dtype: torch.dtype, estimator: Estimator, difference: float
@@ -61,9 +65,10 @@ def test_extremes_are_finite_and_an_optimizer_step_leaves_weights_finite(
 
 @given(st.floats(-30, 0, width=32), st.floats(-30, 0, width=32))
 def test_k3_is_never_negative_and_grows_away_from_the_reference(policy: float, reference: float) -> None:
-    value, derivative = value_and_derivative(policy, reference, "k3")
-    assert value >= 0
-    assert derivative * (policy - reference) >= 0
+    for estimator in ESTIMATORS[2:]:
+        value, derivative = value_and_derivative(policy, reference, estimator)
+        assert value >= 0
+        assert derivative * (policy - reference) >= 0
 
 
 @given(st.floats(-19, 19).filter(lambda d: abs(d) > 1e-6))
@@ -85,6 +90,25 @@ def test_k3_goes_on_along_its_tangent() -> None:
     beyond, same_slope = value_and_derivative(-23.0, 0.0, "k3", torch.float64)
     assert same_slope == pytest.approx(slope)
     assert beyond == pytest.approx(at - 3 * slope)
+
+
+@given(st.floats(-40, 40), st.sampled_from(["k1", "k2", "k3", "k3_bounded"]))
+def test_values_and_derivatives_are_those_of_the_formula(difference: float, estimator: Estimator) -> None:
+    limit = {"k3": 20.0, "k3_bounded": math.log(11)}.get(estimator, math.inf)
+    near = min(difference, limit)
+    value, derivative = {
+        "k1": (-difference, 1.0),
+        "k2": (difference**2 / 2, -difference),
+    }.get(estimator) or (math.exp(near) - 1 - near + (difference - near) * (math.exp(near) - 1), 1 - math.exp(near))
+    got = value_and_derivative(-difference, 0.0, estimator, torch.float64)
+    assert got == pytest.approx((value, derivative), rel=1e-9, abs=1e-12)
+
+
+def test_k3_bounded_pulls_no_harder_than_10() -> None:
+    for difference in (2.3, 2.4, 5.0, 30.0, 1e4):
+        value, derivative = value_and_derivative(-difference, 0.0, "k3_bounded", torch.float64)
+        assert -10 - 1e-9 <= derivative <= -8
+        assert value <= 10 * difference
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])

@@ -30,13 +30,13 @@ def test_a_flag_beats_the_file_and_the_file_beats_the_default(tmp_path, run):
 
 @pytest.mark.case("C90")
 def test_the_origin_of_each_value_is_kept(tmp_path, run):
-    first = write(tmp_path / "a.toml", "[rollout]\nn_samples_per_prompt = 4\ntop_k = 5\n[run]\nseed = 1\n")
+    first = write(tmp_path / "a.toml", "[rollout]\nn_samples_per_prompt = 4\nmax_turns = 5\n[run]\nseed = 1\n")
     second = write(tmp_path / "b.toml", "[run]\nseed = 2\n")
-    args = run("--config", first, "--config", second, "--top-k", "7")
-    assert (args.seed, args.top_k, args.n_samples_per_prompt) == (2, 7, 4)
-    assert {name: args.origins[name] for name in ("seed", "top_k", "n_samples_per_prompt")} == {
+    args = run("--config", first, "--config", second, "--max-turns", "7")
+    assert (args.seed, args.max_turns, args.n_samples_per_prompt) == (2, 7, 4)
+    assert {name: args.origins[name] for name in ("seed", "max_turns", "n_samples_per_prompt")} == {
         "seed": second,
-        "top_k": "flag",
+        "max_turns": "flag",
         "n_samples_per_prompt": first,
     }
     assert "lr" not in args.origins

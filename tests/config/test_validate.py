@@ -4,14 +4,10 @@ import math
 
 import pytest
 
+from miles.config.algorithm_rules import max_weight_lag, validate_async_off_policy_correction
 from miles.config.places import newest_checkpoint
 from miles.config.run_config import RunConfig
-from miles.config.validate import (
-    max_weight_lag,
-    validate,
-    validate_async_off_policy_correction,
-    warnings_of,
-)
+from miles.config.validate import validate, warnings_of
 
 
 @pytest.mark.case("C86")
@@ -105,6 +101,20 @@ def test_greedy_evaluation_is_accepted(run):
         (["--no-num-rollout"], "--num-rollout, --num-epoch: one of them"),
         (["--start-rollout-id", "4"], "nothing to do"),
         (["--min-lr", "1", "--lr-schedule", "cosine"], "may not end above its peak"),
+        (["--top-p", "0.9"], "--top-p 0.9: log-probs are those of the whole distribution"),
+        (["--top-k", "50"], "leave it at 0"),
+        (["--min-p", "0.1"], "leave it at 0"),
+        (["--advantage-estimator", "rloo", "--n-samples-per-prompt", "1"], "rloo compares siblings"),
+        (["--advantage-estimator", "maxrl", "--n-samples-per-prompt", "1"], "maxrl compares siblings"),
+        (["--advantage-estimator", "opd"], "needs a --teacher-checkpoint"),
+        (["--advantage-estimator", "ppo", "--teacher-checkpoint", "random:tiny"], "know nothing of a teacher"),
+        (["--teacher-checkpoint", "/nowhere"], "--teacher-checkpoint /nowhere: no such directory"),
+        (["--mask-level", "token"], "needs --mask-low, --mask-high or both"),
+        (["--mask-low", "0.5"], "--mask-low 0.5: limits of --mask-level"),
+        (["--mask-level", "token", "--mask-low", "2", "--mask-high", "1"], "nothing lies between them"),
+        (["--dual-clip", "3", "--policy-loss", "sapo"], "--dual-clip 3.0, --policy-loss sapo: is for clipped and gspo"),
+        (["--mask-outlier", "1"], "a ratio of 1 is no outlier"),
+        (["--dual-clip", "1.1"], "must be above the upper clip, 1.2"),
         (["--no-in-process", "--colocate", "--fully-async"], "--fully-async, --colocate"),
     ],
 )
@@ -213,7 +223,10 @@ def test_the_lag_law_of_plain_async(interval):
 def test_warnings_tell_what_is_probably_not_meant():
     assert warnings_of(RunConfig()) == []
     assert any("--offload-train" in text for text in warnings_of(RunConfig(offload_train=True)))
-    assert any("--top-p" in text for text in warnings_of(RunConfig(top_p=0.9)))
+    assert any("--use-tis" in text for text in warnings_of(RunConfig(use_tis=True, use_rollout_logprobs=True)))
+    assert any("--eps-clip 0.2" in text for text in warnings_of(RunConfig(policy_loss="gspo")))
+    assert warnings_of(RunConfig(policy_loss="gspo", eps_clip=3e-4)) == []
+    assert any("--eps-clip-high" in text for text in warnings_of(RunConfig(policy_loss="cispo")))
     assert any("--api-server-host" in text for text in warnings_of(RunConfig(api_server_port=1, api_server_host="0.0.0.0")))
 
 

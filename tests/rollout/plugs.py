@@ -51,6 +51,20 @@ async def broken_generate(sample: Sample, generate: GenerateCall) -> None:
     sample.status = SampleStatus.COMPLETED
 
 
+async def retokenised(sample: Sample, generate: GenerateCall) -> None:
+    """As an environment that decodes and encodes again: the ids need not be those that were written."""
+    completion = await generate(sample.prompt_ids)
+    completion.token_ids[0] += 1
+    append_completion(sample, completion)
+    sample.status = SampleStatus.COMPLETED
+
+
+async def sends_other_ids(sample: Sample, generate: GenerateCall) -> None:
+    completion = await generate([sample.prompt_ids[0] + 1, *sample.prompt_ids[1:]])
+    append_completion(sample, completion)
+    sample.status = SampleStatus.COMPLETED
+
+
 async def buggy_generate(sample: Sample, generate: GenerateCall) -> None:
     raise TypeError("a bug in my environment")
 

@@ -194,7 +194,7 @@ def test_tis_at_ratio_one_changes_nothing(tiny: str, store: Store) -> None:
 def test_the_reference_comes_only_when_a_coefficient_asks_for_it(tiny: str, store: Store) -> None:
     plain, with_kl = make_trainer(settings(tiny), store), make_trainer(settings(tiny, kl_loss_coef=0.5), store)
     assert "train/kl" not in run(plain, range(1))[0]
-    assert plain.reference is None
+    assert plain.frozen.loaded == {}
     metrics = run(with_kl, range(3))
     assert metrics[0]["train/kl"] == pytest.approx(0.0, abs=1e-9)
     assert metrics[-1]["train/kl"] > 1e-4

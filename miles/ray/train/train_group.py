@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from miles.config.run_config import RunConfig
 from miles.fault_tolerance.cells import Cell, CellState, Status
-from miles.protocols import Engine
+from miles.protocols import Engine, FirstStepWrong
 from miles.ray import weight_update
 from miles.ray.guard import Interrupted
 from miles.ray.run import Run
@@ -18,6 +18,7 @@ from miles.ray.worker_handle import WorkerHandle
 from miles.ray.worker_manager import all_or_first_error
 from miles.tracking import tracking
 from miles.types import ObjectRef, Role, RolloutDataRef, TrainOutputRef, TrainResult
+from miles.weights.compare import compare_checksums
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ class TrainGroup:
         self._state = CellState(role, {"role": "trainer"})
         self._saving: int | None = None  # the rollout whose asynchronous save may not be on disk yet
         self._offloaded = False
+        self._unverified: Sequence[Engine] = []  # with --verify-first-step, until the first training: engines with our weights
         self._hosts: dict[str, str] = {}
         self._on_trained: Callable[[int, int], Awaitable[None]] | None = None
 
@@ -55,6 +57,9 @@ class TrainGroup:
         await self.onload()
         values: Sequence[ObjectRef | None] = external_data.shares if external_data is not None else [None] * len(self.ranks)
         assert len(data_ref.shares) == len(values) == len(self.ranks), "one share for each rank"
+        if self._unverified:
+            await self._compare_weights(self._unverified)
+            self._unverified = []
         calls = [rank.train(rollout_id, share, value) for rank, share, value in zip(self.ranks, data_ref.shares, values, strict=True)]
         self._run.open_rollout = rollout_id
         async with self._run.trainers_idle:
@@ -103,7 +108,19 @@ class TrainGroup:
         tracking.timeline().published(span, [cast(WorkerHandle, engine).worker_name for engine in engines])
         if rollout_id is not None:
             tracking.step_done(rollout_id)
+        elif self.args.verify_first_step:
+            self._unverified = list(engines)
         return version
+
+    async def _compare_weights(self, engines: Sequence[Engine]) -> None:
+        """Raises FirstStepWrong where an engine computes with other weights than the trainer at this moment."""
+        ours = (await self._all("weights_checksum"))[0]
+        for place, engine in enumerate(engines):
+            theirs = await self._run.guard.watch(engine.check_weights("checksum"))
+            comparison = compare_checksums(ours, theirs)
+            if not comparison.equal:
+                raise FirstStepWrong("weights", f"engine {place} of {len(engines)} has not the trainer's weights: {comparison}")
+        logger.info("first step: %d weights are equal in the trainer and %d engines", len(ours), len(engines))
 
     async def _end_engine(self, engine: Engine) -> None:
         await self._run.manager.end(cast(WorkerHandle, engine).worker_name)
