@@ -9,7 +9,7 @@ from miles.config.section import Section
 
 class RunSection(Section):
     name: str = "run"
-    """Name of the run; its folder is RUN_ROOT/NAME. A finished folder of that name is moved aside, never overwritten."""
+    """Name of the run; its folder is RUN_ROOT/NAME. A folder with results of that name is moved aside, never overwritten."""
     run_root: str = "runs"
     """Folder that holds the run folders."""
     seed: int = 0
@@ -29,7 +29,8 @@ class RunSection(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where models live; auto takes a GPU if there is one."""
     num_trainers: int = Field(1, ge=1)
-    """Data-parallel ranks of the actor (and of the critic)."""
+    """Data-parallel ranks of the actor (and of the critic). A step's samples need not divide by it: shares are cut by tokens, and the
+    loss does not depend on them."""
     gpus_per_trainer: float = Field(1.0, gt=0)
     """GPU share of one trainer rank; below 1 several workers share a GPU. Unused on CPU."""
     cpus_per_trainer: float = Field(1.0, ge=0)

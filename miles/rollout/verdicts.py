@@ -117,4 +117,4 @@ class Verdicts:
 
 
 def _listed(counts: Counter[str]) -> str:
-    return ", ".join(f"{reason} {count}" for reason, count in sorted(counts.items()))
+    return ", ".join(f"{count} x {reason}" for reason, count in sorted(counts.items()))

@@ -38,7 +38,7 @@ class Console:
         self.terminal = terminal or Terminal(stderr=True)
         self.open: dict[int, dict[str, Any]] = {}
         self.done: list[tuple[int, dict[str, Any]]] = []
-        self.evals: dict[str, tuple[int, float]] = {}
+        self.evals: dict[str, tuple[str, float]] = {}
         self.unsaid: list[str] = []
         self.bound = ""  # what bounds the run, in a sentence
         self.started = time.monotonic()
@@ -52,15 +52,19 @@ class Console:
             self.live = Live(get_renderable=self.view, console=self.terminal, refresh_per_second=4, transient=False)
             self.live.start()
 
-    def update(self, metrics: dict[str, Any], rollout_id: int) -> None:
-        """Take in metrics of a rollout. Its step is over with its perf metrics, at the latest when a later rollout has trained."""
+    def update(self, metrics: dict[str, Any], rollout_id: int, step: int | None = None) -> None:
+        """Take in metrics of a rollout. Its step is over with its perf metrics, at the latest when a later rollout has trained.
+
+        Rollouts are called by their ids, which count from 0, here as in files; `step` 0 is an evaluation before any training.
+        """
         if self.mode == "quiet":
             return
         for name, value in metrics.items():
             if name.startswith("eval/") and isinstance(value, int | float):
-                self.evals[name.removeprefix("eval/")] = (rollout_id, value)
-                if name.endswith("/reward"):
-                    self.unsaid.append(f"{name} {value:.3f} (rollout {rollout_id})")
+                when = "before training" if step == 0 else f"after rollout {rollout_id}"
+                self.evals[name.removeprefix("eval/")] = (when, value)
+                if name.endswith(("/reward", "/loss")):
+                    self.unsaid.append(f"{name} {value:.3f} ({when})")
         rest = {name: value for name, value in metrics.items() if not name.startswith("eval/")}
         if rest:
             self.open.setdefault(rollout_id, {}).update(rest)
@@ -93,8 +97,8 @@ class Console:
             metrics["perf/tokens_per_second"] = tokens / metrics["perf/step_seconds"]
         self.done = [*self.done[1 - ROWS :], (rollout_id, metrics)]
         if self.mode == "plain":
-            of = "" if self.args.num_rollout is None else f"/{self.args.num_rollout}"
-            self._say(f"rollout {rollout_id + 1}{of}", metrics)
+            of = "" if self.args.num_rollout is None else f" ({rollout_id + 1}/{self.args.num_rollout})"
+            self._say(f"rollout {rollout_id}{of}", metrics)
 
     def _say(self, head: str, metrics: dict[str, Any]) -> None:
         parts = [f"{title} {_show(form, metrics[name])}" for title, name, form in COLUMNS if name in metrics]
@@ -109,7 +113,7 @@ class Console:
         head = Table.grid(padding=(0, 1))
         count = f"{done}/{total}" if total else f"{done}"
         head.add_row(
-            f"[bold]{escape(self.args.name)}[/]", f"rollout {count}", ProgressBar(total or None, done, width=40), f"{minutes}:{seconds:02}"
+            f"[bold]{escape(self.args.name)}[/]", f"{count} rollouts", ProgressBar(total or None, done, width=40), f"{minutes}:{seconds:02}"
         )
         steps = Table(box=None, padding=(0, 1), header_style="dim")
         steps.add_column("rollout", justify="right")
@@ -121,8 +125,8 @@ class Console:
         now = time.time()
         waits = [f"{escape(span.worker)} {escape(span.name)} {now - span.start:.1f} s" for span in self.timeline.running()]
         evals = [
-            f"{escape(name)} [green]{value:.3f}[/] [dim](rollout {at})[/]"
-            for name, (at, value) in self.evals.items()
+            f"{escape(name)} [green]{value:.3f}[/] [dim]({when})[/]"
+            for name, (when, value) in self.evals.items()
             if "/reward" in name or "pass@" in name
         ]
         parts: list[Any] = [head]

@@ -16,6 +16,7 @@ import logging
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,13 +34,16 @@ END = "end.json"
 """How the process ended: written last, so a killed one leaves none."""
 SUMMARY = "summary.json"
 """What bounds the run."""
+_FILES_OF_A_START = {LOCK, END, "config.toml", "trackers.json", "metrics.jsonl", "ledger.jsonl", "timeline.json"}
+_FOLDERS_OF_A_START = {"logs", "samples", "checkpoints"}
 
 
 def prepare(args: RunConfig) -> Path:
     """Make the run's folder and write config.toml.
 
     A folder of that name with anything in it is moved to NAME.1, NAME.2, ... unless the run resumes from a checkpoint inside it: then
-    lines about rollouts that will be done again leave metrics.jsonl, ledger.jsonl and samples/, so that no curve folds back.
+    lines about rollouts that will be done again leave metrics.jsonl, ledger.jsonl and samples/, so that no curve folds back. That of
+    a run which ended before it had measured anything gives way, so that false starts do not pile up.
 
     Raises:
         ValueError: a run of that name is going on, or the folder cannot be made.
@@ -61,6 +65,8 @@ def _prepare(args: RunConfig) -> Path:
                 newest = newest_checkpoint(Path(str(args.load)).expanduser())
                 first = 0 if newest is None else newest + 1
             cut(folder, first)
+        elif _is_false_start(folder):
+            shutil.rmtree(folder)
         else:
             _move_aside(folder)
     for part in ("logs", "samples", "checkpoints"):
@@ -94,6 +100,16 @@ def is_locked(folder: Path) -> bool:
 
 def _resumes_inside(args: RunConfig, folder: Path) -> bool:
     return args.load is not None and Path(args.load).expanduser().resolve().is_relative_to(folder.resolve())
+
+
+def _is_false_start(folder: Path) -> bool:
+    """Whether it holds nothing but what every start makes: no metric, no sample, no checkpoint, nothing of the user's."""
+    parts = {path.name for path in folder.iterdir()}
+    if "config.toml" not in parts or not parts <= _FILES_OF_A_START | _FOLDERS_OF_A_START:
+        return False
+    metrics = folder / "metrics.jsonl"
+    measured = metrics.exists() and metrics.stat().st_size > 0
+    return not measured and not any(path for part in ("samples", "checkpoints") for path in (folder / part).glob("*"))
 
 
 def _move_aside(folder: Path) -> None:

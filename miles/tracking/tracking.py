@@ -51,7 +51,7 @@ class Tracking:
         numbers = {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
         self.latest = {**self.latest, **numbers, "rollout_id": rollout_id, "step": step}  # replaced, not changed: other threads read it
         self.sinks.log(values, rollout_id, step)
-        self.console.update(values, rollout_id)
+        self.console.update(values, rollout_id, step)
 
     def step_done(self, rollout_id: int) -> None:
         metrics = self.timeline.step_metrics(rollout_id)

@@ -126,7 +126,7 @@ async def test_uniform_groups_are_replaced_and_the_others_kept_whole(make_args: 
 async def test_a_data_set_that_is_all_refused_ends_with_counts(make_args: MakeArgs, start: Start, fully_async: bool) -> None:
     args = make_args(group_filter="tests.rollout.plugs.refuse_everything", group_filter_limit=5, fully_async=fully_async)
     executor = await start(args, ScriptedEngine())
-    with pytest.raises(RuntimeError, match=r"filtered 10 of 10 groups \(never 10\).* rollout of 2; that is --group-filter-limit 5 times"):
+    with pytest.raises(RuntimeError, match=r"filtered 10 of 10 groups \(10 x never\).* rollout of 2; that is --group-filter-limit 5 times"):
         await asyncio.wait_for(executor.get(0), 5)
 
 
@@ -200,7 +200,7 @@ async def test_while_no_engine_lives_groups_wait_and_use_up_no_retries(make_args
 @pytest.mark.parametrize("fully_async", [False, True])
 async def test_nothing_but_failures_ends_the_run_with_the_last_one(make_args: MakeArgs, start: Start, fully_async: bool) -> None:
     executor = await start(make_args(rollout_batch_size=4, fully_async=fully_async), ScriptedEngine(lambda _: OSError("cable out")))
-    with pytest.raises(RuntimeError, match=r"4 groups in a row failed and were dropped \(engine 4\).*cable out"):
+    with pytest.raises(RuntimeError, match=r"4 groups in a row failed and were dropped \(4 x engine\).*cable out"):
         await asyncio.wait_for(executor.get(0), 5)
 
 

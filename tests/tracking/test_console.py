@@ -15,13 +15,14 @@ def console(make, mode: str, terminal: Terminal | None = None, timeline: Timelin
 
 def feed(view: Console, rollouts: int) -> None:
     """Metrics as an asynchronous run logs them: the next rollout's before this one's training ends."""
+    view.update({"eval/held_out/reward": 0.25}, 0, 0)
     view.update({"rollout/reward": 0.0, "rollout/response_length": 10.0}, 0)
     for rollout in range(rollouts):
         if rollout + 1 < rollouts:
             view.update({"rollout/reward": (rollout + 1) / 10, "rollout/response_length": 10.0}, rollout + 1)
         view.update({"train/loss": 1.0}, rollout)
         view.update({"perf/step_seconds": 2.0}, rollout)
-        view.update({"eval/held_out/reward": 0.5, "eval/held_out/count": 4}, rollout)
+        view.update({"eval/held_out/reward": 0.5, "eval/held_out/count": 4}, rollout, rollout + 1)
 
 
 def test_plain_is_one_line_a_step(make, capsys):
@@ -30,10 +31,11 @@ def test_plain_is_one_line_a_step(make, capsys):
     view.finish()
     view.finish()
     said = capsys.readouterr().err.splitlines()
-    assert [line.split("  ")[0] for line in said] == ["rollout 1/8", "rollout 2/8", "rollout 3/8", "rollout 4/8", "end"]
+    assert [line.split("  ")[0] for line in said] == ["rollout 0 (1/8)", "rollout 1 (2/8)", "rollout 2 (3/8)", "rollout 3 (4/8)", "end"]
     assert "reward 0.300" in said[3]
     assert "tok/s 320" in said[3]
-    assert "eval/held_out/reward 0.500 (rollout 2)" in said[3]
+    assert "eval/held_out/reward 0.500 (after rollout 2)" in said[3]
+    assert "eval/held_out/reward 0.250 (before training)" in said[0]
 
 
 def test_plain_without_perf_metrics_says_a_step_when_the_next_one_trains(make, capsys):
@@ -77,9 +79,9 @@ def test_the_live_view_shows_steps_evals_and_what_is_running(make):
         drawn.print(view.view())
     text = drawn.file.getvalue()
     view.finish()
-    assert "rollout 3/8" in text
+    assert "3/8 rollouts" in text
     assert "0.200" in text
-    assert "held_out/reward 0.500 (rollout 2)" in text
+    assert "held_out/reward 0.500 (after rollout 2)" in text
     assert "running  actor train" in text
     assert screen.getvalue()
 

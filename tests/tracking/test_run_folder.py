@@ -26,6 +26,22 @@ def test_an_earlier_run_is_moved_aside_never_overwritten(make):
     assert names == {"r": "2", "r.1": "0", "r.2": "1"}
 
 
+@pytest.mark.parametrize("left", [None, "samples/rollout_0.jsonl", "checkpoints/rollout_000000/COMPLETE", "notes.txt", "metrics.jsonl"])
+def test_a_run_that_ended_before_it_measured_anything_gives_way_to_the_next(make, left):
+    args = make()
+    for _ in range(3):
+        tracking.init(args)
+        tracking.finish()
+    folder = Path(args.run_dir)
+    assert [path.name for path in folder.parent.iterdir()] == ["r"]
+    if left is not None:
+        (folder / left).parent.mkdir(exist_ok=True)
+        (folder / left).write_text("{}\n")
+        tracking.init(args)
+        tracking.finish()
+        assert sorted(path.name for path in folder.parent.iterdir()) == ["r", "r.1"]
+
+
 def test_an_empty_folder_is_taken_as_it_is(make):
     args = make()
     Path(args.run_dir).mkdir(parents=True)

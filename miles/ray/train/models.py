@@ -36,7 +36,7 @@ async def create_training_models(args: RunConfig, rollout_executor: RemoteExecut
         raise EndOfRun(f"the checkpoint is at {start} of {total} rollouts: nothing to do (ask for more with --num-rollout)", 0)
     if last is not None:
         await rollout_executor.load(start - 1)
-        logger.info("resuming: rollout %d of %d is next", start, total)
+        logger.info("resuming: rollout %d is next, %d of %d are done", start, start, total)
     actor, critic = groups[0], groups[1] if args.use_critic else None
 
     async def trained(rollout_id: int, step: int) -> None:
