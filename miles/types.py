@@ -291,7 +291,7 @@ class PublishPlan:
 
 @dataclass(frozen=True, slots=True)
 class EngineHealth:
-    """`stuck_seconds` is the age of the oldest running request's last token, 0 when idle or paused."""
+    """`stuck_seconds`: how long nothing has come of what the engine is at (its last token's age while requests run); 0 when paused."""
 
     healthy: bool
     weight_version: int

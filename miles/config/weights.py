@@ -18,6 +18,8 @@ class WeightsSection(Section):
     """Compare a checksum of every tensor on both ends at every publish."""
     publish_timeout: float = Field(600.0, gt=0)
     """Seconds that one publish may take."""
+    bucket_timeout: float = Field(120.0, gt=0)
+    """Seconds within which an engine must have received one bucket; past it, it is ended and the publish goes on without it."""
     publish_retries: int = Field(1, ge=0)
     """Times that a failed publish is tried again before the run ends."""
     check_weight_update_equal: bool = False

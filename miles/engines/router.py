@@ -24,6 +24,10 @@ class NoEngineError(RuntimeError):
     """No engine is left that could serve a request."""
 
 
+class EngineLost(RuntimeError):
+    """The engine was given up while it had the request; another one may answer it."""
+
+
 @dataclass(slots=True)
 class _Place:
     """One engine and what the router has sent it."""
@@ -33,6 +37,7 @@ class _Place:
     failures: int = 0  # in a row
     shunned_until: float = 0.0  # time of the event loop
     running: int = 0  # let in and not answered
+    inside: set[asyncio.Future[Completion]] = field(default_factory=set)  # calls of the engine that are not answered
     queue: OrderedDict[str, asyncio.Future[bool]] = field(default_factory=OrderedDict)  # waiting for room: True to go, False when aborted
 
     @property
@@ -84,10 +89,17 @@ class Router:
         return [index for index, place in enumerate(self._places) if place.live]
 
     def mark(self, index: int, *, live: bool) -> None:
-        """Told by whoever watches the engines: an engine that is not live gets nothing new; what it has is left to it."""
-        self._places[index].live = live
+        """Told by whoever watches the engines: an engine that is not live gets nothing new, and what it has goes to others."""
+        place = self._places[index]
+        place.live = live
         if live:
             self._revived.set()
+            return
+        for call in place.inside:
+            call.cancel()
+        for request_id, go in place.queue.items():
+            if not go.done():
+                go.set_exception(EngineLost(f"engine {index} was lost while request {request_id} waited for it"))
 
     async def ready(self) -> None:
         """Wait until an engine is live: one that was lost may be started again.
@@ -188,14 +200,21 @@ class Router:
         elif not await self._enter(place, request_id):
             return Completion(request_id, [], [], FinishReason.ABORT, [])
         self._sent[request_id] = index
+        call = asyncio.ensure_future(place.engine.generate(request))
+        place.inside.add(call)
         try:
-            completion = await place.engine.generate(request)
+            completion = await call
             completion.engine, place.failures = index, 0
             return completion
+        except asyncio.CancelledError:
+            if place.live or ((task := asyncio.current_task()) is not None and task.cancelling()):
+                raise
+            raise EngineLost(f"engine {index} was lost while it had request {request_id}") from None
         except ProcessGone:
             place.live = False  # before whoever watches it notices; that it is back is told by `mark`
             raise
         finally:
+            place.inside.discard(call)
             del self._sent[request_id]
             self._leave(place)
 

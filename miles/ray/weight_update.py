@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
@@ -144,9 +146,13 @@ class _Receivers:
 
     async def _one(self, engine: Engine, method: str, args: tuple[Any, ...]) -> Any:
         task = asyncio.ensure_future(getattr(engine, method)(*args))
+        started, limit = time.monotonic(), self._args.bucket_timeout if method == "receive_bucket" else math.inf
         try:
-            while not (await asyncio.wait({task}, timeout=self._args.control_timeout))[0]:
+            while not (await asyncio.wait({task}, timeout=min(self._args.control_timeout, limit)))[0]:
                 await self._listen(engine, method)
+                if time.monotonic() - started >= limit:
+                    await self._end(engine)
+                    raise EngineLost(f"a bucket was not received within {limit:g} s (--bucket-timeout)")
             return task.result()
         except ProcessGone as error:
             raise EngineLost(str(error)) from error

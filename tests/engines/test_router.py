@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from miles.engines.router import NoEngineError, Router
+from miles.engines.router import EngineLost, NoEngineError, Router
 from miles.protocols import ProcessGone
 from miles.types import Completion, FinishReason, GenerateRequest, SamplingParams, Wave
 
@@ -134,12 +134,47 @@ async def test_an_engine_that_failed_is_passed_over_for_a_while(engines: list[Sc
     engines[0].error = RuntimeError("worker died")
     tasks = await send(router, *(ask(f"r{i}") for i in range(6)))
     assert [len(engine.seen) for engine in engines] == [1, 6, 0]
+    await router.abort()
+    await asyncio.gather(*tasks)
     router.mark(1, live=False)
     engines[0].error = None
-    tasks += await send(router, ask("only one left"))
+    tasks = await send(router, ask("only one left"))
     assert engines[0].seen[-1] == "only one left"
     await router.abort()
     await asyncio.gather(*tasks)
+
+
+async def test_what_a_lost_engine_has_goes_to_others(engines: list[Scripted]) -> None:
+    """An engine that hangs never answers: its requests, and those that wait for room in it, are not left to it."""
+    router = Router(engines[:2], max_running=2)
+    tasks = await send(router, *(ask(f"r{i}", "a") for i in range(3)))
+    assert [engine.seen for engine in engines[:2]] == [["r0", "r1"], []]
+    router.mark(0, live=False)
+    await settled()
+    assert len(engines[1].seen) == 2, "no more than there is room for"
+    first = engines[1].seen[0]
+    engines[1].answer(first)
+    await settled()
+    assert sorted(engines[1].seen) == ["r0", "r1", "r2"]
+    own, other = (int(name[1:]) for name in engines[1].seen[1:])
+    tasks[own].cancel()
+    await asyncio.gather(tasks[own], return_exceptions=True)
+    assert tasks[own].cancelled(), "its own end is not the engine's"
+    engines[1].answer(f"r{other}")
+    assert (await tasks[other]).token_ids == [1]
+    assert router.in_flight() == {}
+
+
+async def test_a_request_of_the_only_engine_fails_when_it_is_lost(engines: list[Scripted]) -> None:
+    router = Router(engines[:1])
+    (task,) = await send(router, ask("r"))
+    router.mark(0, live=False)
+    with pytest.raises(EngineLost, match="engine 0 was lost while it had request r"):
+        await task
+    router.mark(0, live=True)
+    (task,) = await send(router, ask("r again"))
+    engines[0].answer("r again")
+    assert (await task).token_ids == [1]
 
 
 async def test_retries_are_bounded(engines: list[Scripted]) -> None:
@@ -157,8 +192,9 @@ async def test_engines_that_are_not_live_get_nothing(engines: list[Scripted]) ->
     tasks = await send(router, ask("a0", "a"))
     router.mark(0, live=False)
     assert [router.engine_for(position) for position in range(4)] == [1, 2, 1, 2]
+    await settled()
     tasks += await send(router, ask("a1", "a"), ask("b0", "b"))
-    assert [engine.seen for engine in engines] == [["a0"], ["a1"], ["b0"]]
+    assert [engine.seen for engine in engines] == [["a0"], ["a0", "a1"], ["b0"]]
     router.mark(0, live=True)
     assert router.live == [0, 1, 2]
     for index in range(3):
@@ -168,8 +204,9 @@ async def test_engines_that_are_not_live_get_nothing(engines: list[Scripted]) ->
             await attempt
     with pytest.raises(NoEngineError):
         router.engine_for(0)
-    assert await router.abort() == 3
-    await asyncio.gather(*tasks)
+    ends = await asyncio.gather(*tasks, return_exceptions=True)
+    assert {type(end) for end in ends} == {EngineLost}
+    assert router.in_flight() == {}
 
 
 async def test_without_a_live_engine_requests_wait_for_one(engines: list[Scripted]) -> None:

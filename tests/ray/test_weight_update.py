@@ -206,6 +206,25 @@ async def test_an_engine_that_is_slow_but_answers_is_waited_for(args, world):
     assert not world.engine.ended.is_set()
 
 
+async def test_an_engine_that_answers_but_never_has_its_bucket_is_ended(args, world, tmp_path):
+    """Its thread hangs while its event loop goes on: health is good, and nothing moves."""
+    mortal = Engine(world.events, "mortal")
+
+    async def hangs(index):
+        await mortal.ended.wait()
+        raise WorkerDied("mortal", str(tmp_path / "log"), "it was ended by the run")
+
+    mortal.receive_bucket = hangs
+    world.controller.engines = [mortal, world.engine]
+    args = args.model_copy(update={"bucket_timeout": 0.3})
+    world.actor.args = args
+    async with asyncio.timeout(5):
+        await weight_update.update_weights(args, world.actor, world.executor, world.controller)
+    assert world.executor.version == 1
+    assert mortal.ended.is_set()
+    assert not world.engine.ended.is_set()
+
+
 async def test_a_restarted_engine_gets_the_weights_of_this_moment(args, world):
     await weight_update.update_weights(args, world.actor, world.executor, world.controller)
     assert await world.controller.republish(world.engine) == 1

@@ -172,8 +172,13 @@ class EngineCore:
             self.decoder.cache.release()
         self.decoder = None
 
-    def health(self, num_known: int) -> EngineHealth:
-        """Called from the event loop: reads a few numbers and waits for nothing. num_known: requests sent and not answered."""
+    def health(self, num_known: int, busy_seconds: float) -> EngineHealth:
+        """Called from the event loop: reads a few numbers and waits for nothing.
+
+        Args:
+            num_known: requests sent and not answered.
+            busy_seconds: how long the serving thread has been at one step or job.
+        """
         decoder = self.decoder
         running = len(decoder.scheduler.running) if decoder else 0
         reason = self._unhealthy_because()
@@ -183,9 +188,16 @@ class EngineCore:
             running=running,
             waiting=max(0, num_known - running),
             paused=self.paused,
-            stuck_seconds=time.monotonic() - decoder.last_progress if decoder and running and not self.halted else 0.0,
+            stuck_seconds=self._stuck_seconds(busy_seconds),
             reason=reason,
         )
+
+    def _stuck_seconds(self, busy_seconds: float) -> float:
+        """Since the last token, while requests run; and at least since the thread began what it is at, if that never ends."""
+        decoder = self.decoder
+        if decoder is None or self.halted:
+            return 0.0
+        return max(busy_seconds, time.monotonic() - decoder.last_progress if decoder.scheduler.running else 0.0)
 
     def _unhealthy_because(self) -> str:
         if self.failure is not None:

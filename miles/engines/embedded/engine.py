@@ -92,7 +92,7 @@ class EmbeddedEngine:
         await self._call(self._core.onload)
 
     async def health(self) -> EngineHealth:
-        return self._core.health(len(self._pending))
+        return self._core.health(len(self._pending), self._thread.busy_seconds)
 
     async def dispose(self) -> None:
         if not self._disposed:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,7 @@ class ServingThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._healthy = True
         self._started = False
+        self._since: float | None = None  # when the piece of work that it is at began
 
     def start(self) -> None:
         self._started = True
@@ -52,6 +54,12 @@ class ServingThread:
         self._jobs.put(job)
         return await future
 
+    @property
+    def busy_seconds(self) -> float:
+        """How long it has been at one piece of work; 0 between two. May be read from any thread."""
+        since = self._since
+        return 0.0 if since is None else time.monotonic() - since
+
     async def stop(self) -> None:
         """End the thread after the jobs that are queued. Idempotent."""
         self._jobs.put(None)
@@ -66,11 +74,13 @@ class ServingThread:
                 job = self._step
             if job is None:
                 return
+            self._since = time.monotonic()
             try:
                 job()
             except BaseException as error:  # a thread has nobody above it: hand the error to those who wait
                 self._healthy = False
                 self._failed(error)
+            self._since = None
 
 
 def settle(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:

@@ -12,7 +12,6 @@ import contextlib
 import logging
 import time
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 from miles.engines.embedded.stopping import Stopping
@@ -43,11 +42,14 @@ class Flight:
     cut: bool = False  # somebody wants it ended
     cut_if_begun: bool = False  # so does a pause, unless it was still waiting
     cached: int = 0
-    stale: int = 0
+    cache_spans: list[VersionSpan] = field(default_factory=list)
 
     def completion(self) -> Completion:
         assert self.finish is not None
-        return Completion(self.request.request_id, self.tokens, self.logprobs, self.finish, self.spans, self.cached, self.stale)
+        stale = sum(span.end - span.start for span in self.cache_spans)
+        return Completion(
+            self.request.request_id, self.tokens, self.logprobs, self.finish, self.spans, self.cached, stale, self.cache_spans
+        )
 
 
 class Flights:
@@ -230,8 +232,9 @@ class Flights:
         if not self._tells_versions:
             return [VersionSpan(0, count, flight.version)]
         spans = [VersionSpan(span["start"], min(span["end"], count), int(span["version"])) for span in meta["weight_versions"]]
-        for older, _ in pairwise(spans):  # a publish in place: what was cached by then stays, and is of the older weights
-            flight.stale = len(flight.request.input_ids) + len(flight.tokens) - count + older.end - 1
+        if len(spans) > 1:  # a publish in place: what was cached by then stays, and is of the older weights
+            begin = len(flight.tokens) - count
+            flight.cache_spans.append(VersionSpan(begin + spans[1].start, begin + count, spans[0].version))
         return [span for span in spans if span.end > span.start]
 
     def _settle(self, flight: Flight, reason: dict[str, Any], start: int) -> None:

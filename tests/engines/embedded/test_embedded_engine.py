@@ -1,6 +1,8 @@
 """The engine against transformers' own forward pass, and against itself alone."""
 
 import asyncio
+import threading
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -56,3 +58,29 @@ async def test_greedy_is_the_likeliest_token_of_a_fresh_pass(start: Callable[...
     with torch.no_grad():
         logits = reference(torch.tensor([prompt + completion.token_ids])).logits[0]
     assert completion.token_ids == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
+async def test_a_thread_that_hangs_shows_in_health(start: Callable[..., EmbeddedEngine]) -> None:
+    """Whatever it hangs in, and whether or not a request has got as far as a slot."""
+    engine = await start()
+    entered, leave = threading.Event(), threading.Event()
+
+    def hangs() -> None:
+        entered.set()
+        leave.wait(30)
+
+    engine._thread.post(hangs)
+    assert await asyncio.to_thread(entered.wait, 30)
+    task = asyncio.create_task(engine.generate(ask("r", [5, 6])))
+    await asyncio.sleep(0)
+    before = (await engine.health()).stuck_seconds
+    deadline = time.monotonic() + 30
+    while (await engine.health()).stuck_seconds < before + 0.05:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+    leave.set()
+    assert len((await task).token_ids) == 16
+    deadline = time.monotonic() + 30
+    while (await engine.health()).stuck_seconds:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
