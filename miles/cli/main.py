@@ -14,6 +14,8 @@ COMMANDS = {
     "why": "why a run is slow, stuck or dead",
     "plot": "a run as a picture: reward, held-out accuracy, lag, timeline",
     "ledger": "what became of every prompt group of a run, and whether the books balance",
+    "show-data": "rows of a data file as the model sees them, with what is trained in colour",
+    "check-reward": "whether a reward tells gold answers from wrong and empty ones",
     "settings-doc": "write docs/settings.md from the settings",
 }
 """Sub-command -> what it does. Each is `main(argv) -> exit code` in the file of its name."""

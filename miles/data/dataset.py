@@ -74,7 +74,7 @@ class RowsOnDisk(Sequence[PromptRow]):
             return [self[place] for place in range(*index.indices(len(self)))]
         origin = f"row {self._numbers[index]}"
         try:
-            text, row = _row(self._tokenizer, origin, self._file.at(self._places[index]), self._args)
+            text, row = read_row(self._tokenizer, origin, self._file.at(self._places[index]), self._args)
         except ValueError as error:
             raise BadRowError(f"{self._path}, {origin}: {error}") from None
         return replace(row, prompt_ids=array("i", encode(self._tokenizer, [text])[0]))
@@ -133,7 +133,7 @@ def load_prompts(path: str, tokenizer: Any, args: DataSection, difficulty: str |
     num_skipped = 0
     for found in file:
         try:
-            text, row = _row(tokenizer, found.origin, found.value, args)
+            text, row = read_row(tokenizer, found.origin, found.value, args)
             hard = 0.0 if difficulty is None else _difficulty(found.value, row.metadata, difficulty)
         except ValueError as error:
             bad = BadRowError(f"{path}, {found.origin}: {error}")
@@ -167,7 +167,7 @@ def check_prompts(path: str, args: DataSection, most: int = CHECKED_EARLY) -> Fi
     for found in islice(open_rows(path), most):
         seen += 1
         try:
-            _, row = _row(None, found.origin, found.value, args)
+            _, row = read_row(None, found.origin, found.value, args)
         except ValueError as error:
             first_bad = first_bad or BadRowError(f"{path}, {found.origin}: {error}")
             if not args.skip_bad_rows:
@@ -180,7 +180,7 @@ def check_prompts(path: str, args: DataSection, most: int = CHECKED_EARLY) -> Fi
     return FirstRows(count, labelled, seen < most)
 
 
-def _row(tokenizer: Any | None, origin: str, value: Any, args: DataSection) -> tuple[str, PromptRow]:
+def read_row(tokenizer: Any | None, origin: str, value: Any, args: DataSection) -> tuple[str, PromptRow]:
     """The text to send, and all of the row but its ids. Without a tokenizer: no text, and all is checked but the template's own rules."""
     if isinstance(value, Exception):
         raise ValueError(str(value))

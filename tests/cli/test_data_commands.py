@@ -1,0 +1,144 @@
+"""miles show-data and miles check-reward on small files."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from miles.cli.main import main
+from miles.cli.show_data import coloured
+from miles.data.shown import Piece
+
+
+def write(path: Path, *rows: object) -> str:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "hi [x]"},
+    {"role": "assistant", "content": "A1 日本"},
+    {"role": "user", "content": "U2"},
+    {"role": "assistant", "content": "A2"},
+]
+
+
+def test_conversations_and_prompts_as_the_model_sees_them(tmp_path, capsys):
+    path = write(tmp_path / "c.jsonl", {"messages": CHAT}, {"prompt": "2+2?", "label": "4"}, {"prompt": "3+3?"})
+    assert main(["show-data", path, "--hf-checkpoint", "random:tiny", "--rows", "2"]) == 0
+    out = capsys.readouterr().out
+    assert re.findall(r"\[\[(.*?)\]\]", out, re.DOTALL) == ["A1 日本<|im_end|>", "A2<|im_end|>"]
+    assert re.findall(r"c\.jsonl:(\d)   (\d+) tokens, (\d+) trained", out)[1][2] == "0"
+    assert "hi [x]" in out
+    assert "2+2?<|im_end|>⏎\n<|im_start|>assistant⏎" in out
+    assert "3+3?" not in out
+    assert main(["show-data", path, "--hf-checkpoint", "random:tiny", "--sft", "--first", "2", "--rows=1"]) == 0
+    assert re.findall(r"\[\[(.*?)\]\]", capsys.readouterr().out) == ["4<|im_end|>"]
+
+
+def test_colours_on_a_terminal(capsys):
+    terminal = Console(force_terminal=True, color_system="standard", width=80)
+    with terminal.capture() as shown:
+        terminal.print(coloured([Piece("a", False, 1), Piece("[b]", True, 1), Piece("c", True, 1)], marks=False), end="")
+    assert shown.get() == "\x1b[2ma\x1b[0m\x1b[4;32m[b]\x1b[0m\x1b[32mc\x1b[0m"
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "reason"),
+    [
+        (["show-data", "{bad}", "--hf-checkpoint", "random:tiny"], 1, r"bad\.jsonl:2: field 'prompt': .*role 'oracle'"),
+        (["show-data", "{bad}"], 2, "--hf-checkpoint"),
+        (["show-data"], 2, "no data: name a file"),
+        (["show-data", "{bad}", "--hf-checkpont", "x"], 2, "did you mean --hf-checkpoint"),
+        (["show-data", "nowhere.jsonl", "--hf-checkpoint", "random:tiny"], 1, "no file 'nowhere.jsonl'"),
+        (["check-reward", "{bad}"], 2, r"bad\.jsonl:2: field 'prompt'"),
+        (["check-reward", "{good}", "--reward", "maths"], 2, "'maths' is neither built in"),
+        (["check-reward", "{good}", "--gold-key", "best"], 2, r"good\.jsonl:1: no field 'best'"),
+    ],
+)
+def test_what_is_wrong_is_said_with_file_and_line(tmp_path, capsys, argv, code, reason):
+    good = write(tmp_path / "good.jsonl", {"prompt": "x", "label": "1"})
+    bad = write(tmp_path / "bad.jsonl", {"prompt": "x"}, {"prompt": [{"role": "oracle", "content": "x"}]})
+    assert main([word.format(good=good, bad=bad) for word in argv]) == code
+    assert re.search(reason, capsys.readouterr().err)
+
+
+def table(out: str) -> dict[str, list[int]]:
+    """Kind of answer -> tried, full reward, between, none, unscored, failed."""
+    return {
+        line.split()[0]: [int(n) for n in line.split()[1:]] for line in out.splitlines() if re.match(r"\s*(gold|wrong|empty) +\d", line)
+    }
+
+
+LABELS = {
+    "math": ["4", r"\frac{1}{2}", "(1,2]", "#### 7"],
+    "gsm8k": ["so #### 4", "5"],
+    "dapo": ["4", r"\boxed{5}"],
+    "multiple_choice": ["A", "B", "A"],
+    "exact": ["yes", "no"],
+    "last_number": ["4", 5],
+    "f1": [["a cat", "cat"], "dog"],
+    "math=0.8,think_format=0.2": ["4", "5"],
+}
+
+
+@pytest.mark.parametrize("reward", LABELS)
+def test_a_right_reward_passes(tmp_path, capsys, reward):
+    path = write(tmp_path / "d.jsonl", *({"prompt": "x", "label": label} for label in LABELS[reward]))
+    code = main(["check-reward", path, "--reward", reward, "--reward-workers", "0"])
+    out = capsys.readouterr().out
+    n = len(LABELS[reward])
+    assert code == 0, out
+    assert table(out) == {"gold": [n, n, 0, 0, 0, 0], "wrong": [n, 0, 0, n, 0, 0], "empty": [n, 0, 0, n, 0, 0]}
+
+
+def test_programs_as_gold_answers(tmp_path, capsys):
+    rows = [{"prompt": "x", "label": f"def f(x): return x + {n}", "metadata": {"tests": [f"assert f(1) == {n + 1}"]}} for n in (1, 2)]
+    assert main(["check-reward", write(tmp_path / "d.jsonl", *rows), "--reward", "code", "--reward-workers", "0"]) == 0
+    rows[1]["metadata"]["tests"].append("assert f(2) == 0")
+    assert main(["check-reward", write(tmp_path / "d.jsonl", *rows), "--reward", "code", "--reward-workers", "0"]) == 1
+    assert re.search(r"d\.jsonl:2: the gold answer .* gets 0, not 1", capsys.readouterr().out)
+
+
+def test_rows_that_a_reward_gets_wrong_are_named(tmp_path, capsys):
+    path = write(
+        tmp_path / "d.jsonl",
+        {"prompt": "x", "label": "4"},
+        {"prompt": "x", "label": "n/a"},
+        {"prompt": "x", "label": "4.0"},
+        {"prompt": "x"},
+    )
+    assert main(["check-reward", path, "--reward-workers", "0"]) == 1
+    out = capsys.readouterr().out
+    assert table(out)["gold"] == [3, 2, 0, 0, 1, 0]
+    assert re.search(r"d\.jsonl:2: the gold answer .* for the label 'n/a' cannot be scored", out)
+    assert "1 rows have no gold answer" in out
+
+
+def test_failures_and_generous_rewards_and_gold_of_ones_own(tmp_path, capsys, monkeypatch):
+    (tmp_path / "mine.py").write_text(
+        "def kind(sample):\n    return 0.5\n\ndef best(sample):\n    return float(sample.response == sample.metadata['is'])\n\n"
+        "def fails(sample):\n    raise KeyError('mine')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    path = write(tmp_path / "d.jsonl", *({"prompt": "x", "label": n, "best": f"b{n}", "metadata": {"is": f"b{n}"}} for n in (1, 2)))
+    assert main(["check-reward", path, "--reward", "mine.kind", "--reward-workers", "0"]) == 1
+    assert table(capsys.readouterr().out) == {kind: [2, 0, 2, 0, 0, 0] for kind in ("gold", "wrong", "empty")}
+    assert main(["check-reward", path, "--reward", "mine.best", "--gold-key", "best", "--reward-workers", "0"]) == 0
+    assert main(["check-reward", path, "--reward", "mine.fails", "--rows", "1", "--reward-workers", "0"]) == 1
+    assert "d.jsonl:1: the gold answer '1' for the label '1' reward mine.fails: KeyError: 'mine'" in capsys.readouterr().out
+
+
+def test_sets_of_a_config_each_with_its_reward(tmp_path, capsys):
+    write(tmp_path / "a.jsonl", {"prompt": "x", "label": "4"}, {"prompt": "x", "label": "5"})
+    write(tmp_path / "b.jsonl", {"prompt": "x", "label": "yes"}, {"prompt": "x", "label": "no"})
+    config = tmp_path / "run.toml"
+    config.write_text(
+        f'[data]\nprompt_data = {{ a = "{tmp_path}/a.jsonl", b = "{tmp_path}/b.jsonl" }}\n'
+        '[reward]\nreward_workers = 0\n[reward.reward_by_set]\nb = "exact"\n'
+    )
+    assert main(["check-reward", "--config", str(config)]) == 0
+    assert table(capsys.readouterr().out)["gold"] == [4, 4, 0, 0, 0, 0]
