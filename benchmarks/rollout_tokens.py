@@ -14,43 +14,18 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import transformers
 from report import machine, summary, table, write
-from shapes import DTYPES, SIZES, Size, make_model
+from shapes import DTYPES, SIZES, Size, Work, make_model
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 from miles.config.run_config import RunConfig
 from miles.engines.embedded.engine import EmbeddedEngine
 from miles.types import GenerateRequest, SamplingParams
-
-
-@dataclass(frozen=True)
-class Work:
-    """Prompts and how many tokens each is answered with."""
-
-    prompts: list[list[int]]
-    lengths: list[int]
-
-    @classmethod
-    def draw(cls, size: Size, siblings: int, seed: int) -> Work:
-        """Response lengths are geometric, cut at the longest: most are short, a few are long, as in practice."""
-        draw = np.random.default_rng(seed)
-        prompts = [draw.integers(2, size.vocabulary, int(draw.integers(16, 80))).tolist() for _ in range(size.requests // siblings)]
-        lengths = np.minimum(draw.geometric(1 / size.mean_length, size.requests), size.longest)
-        return cls([prompts[i // siblings] for i in range(size.requests)], lengths.tolist())
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.lengths)
-
-    @property
-    def context(self) -> int:
-        return max(map(len, self.prompts)) + max(self.lengths)
 
 
 class Rate(NamedTuple):

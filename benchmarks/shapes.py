@@ -1,9 +1,10 @@
-"""The shapes that the benchmarks use: Qwen3, random weights."""
+"""The shapes that the benchmarks use: Qwen3, random weights; and the rollout work that suits each."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -37,6 +38,30 @@ SIZES = {
     "4b": Size(36, 2560, 32, 8, 128, 9728, 151936, requests=256, mean_length=128, longest=512),
     "8b": Size(36, 4096, 32, 8, 128, 12288, 151936, tied=False, requests=256, mean_length=128, longest=512),
 }
+
+
+@dataclass(frozen=True)
+class Work:
+    """Prompts and how many tokens each is answered with."""
+
+    prompts: list[list[int]]
+    lengths: list[int]
+
+    @classmethod
+    def draw(cls, size: Size, siblings: int, seed: int) -> Work:
+        """Response lengths are geometric, cut at the longest: most are short, a few are long, as in practice."""
+        draw = np.random.default_rng(seed)
+        prompts = [draw.integers(2, size.vocabulary, int(draw.integers(16, 80))).tolist() for _ in range(size.requests // siblings)]
+        lengths = np.minimum(draw.geometric(1 / size.mean_length, size.requests), size.longest)
+        return cls([prompts[i // siblings] for i in range(size.requests)], lengths.tolist())
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def context(self) -> int:
+        return max(map(len, self.prompts)) + max(self.lengths)
 
 
 def make_model(size: Size, folder: str, dtype: str = "float32", device: str = "cpu") -> None:

@@ -52,6 +52,11 @@ def reference(checkpoint: str) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
 
 
+@pytest.fixture(scope="session")
+def tokenizer(checkpoint: str) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast.from_pretrained(checkpoint)
+
+
 StartEngine = Callable[..., "EngineStart"]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -217,9 +218,12 @@ class Flights:
         ids = [pair[1] for pair in pairs]
         if ids != list(reply.get("output_ids") or []):
             raise RuntimeError(f"request {name}: SGLang answered {len(reply['output_ids'])} tokens with log-probs of {len(ids)} others")
+        logprobs = [math.nan if pair[0] is None else float(pair[0]) for pair in pairs]
+        if not all(map(math.isfinite, logprobs)):
+            raise FloatingPointError(f"request {name}: the model's logits are not finite")
         start = len(flight.tokens)
         flight.tokens += ids
-        flight.logprobs += [float(pair[0]) for pair in pairs]
+        flight.logprobs += logprobs
         for span in self._spans(flight, meta, len(ids)):
             _append_span(flight, VersionSpan(span.start + start, span.end + start, span.version))
         if not start:

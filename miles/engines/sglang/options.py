@@ -44,13 +44,20 @@ def server_options(args: RunConfig, *, device: str, has_tokenizer: bool) -> dict
             "device": "cuda",
             "attention_backend": "triton",
             "disable_prefill_cuda_graph": True,
-            "cuda_graph_max_bs_decode": running,
+            "cuda_graph_bs_decode": graph_sizes(running),
             "mem_fraction_static": round(min(args.gpus_per_engine, 1.0) * MEMORY_SHARE, 3),
             "tp_size": max(1, round(args.gpus_per_engine)),
         }
         if args.colocate:
             options |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
     return options | args.sglang
+
+
+def graph_sizes(running: int) -> list[int]:
+    """Batch sizes to capture as CUDA graphs: 1, 2, 3, 4, 6, 8, 12, 16, ... A batch is padded to the next one, at most by half; each
+    takes seconds at the start."""
+    sizes = {min(size, running) for power in range(running.bit_length() + 1) for size in (1 << power, 3 << power)}
+    return sorted(sizes)
 
 
 def flags(options: Mapping[str, Any]) -> list[str]:

@@ -18,12 +18,14 @@ from torch import Tensor
 from miles.engines.embedded.sampling import block_sums, invert
 
 _from_schedule_batch = SamplingBatchInfo.from_schedule_batch
+_sample_truncated = sampler.top_k_top_p_min_p_sampling_from_probs_torch
 
 
 def install() -> None:
     """Idempotent. Before the first request: rows with and without a seed cannot share a batch."""
     SamplingBatchInfo.from_schedule_batch = staticmethod(_with_seeds)
     sampler.multinomial_with_seed = _draw
+    sampler.top_k_top_p_min_p_sampling_from_probs_torch = _truncated
 
 
 def _with_seeds(batch: Any, vocab_size: int) -> SamplingBatchInfo:
@@ -40,6 +42,15 @@ def _draw(logprobs: Tensor, seed: Tensor, positions: Tensor) -> Tensor:
     """logprobs [rows, entries], -inf for what is left out; seed, positions [rows]. Returns int64 [rows, 1]."""
     weights = logprobs.float().exp()
     return invert(weights, block_sums(weights), uniforms(seed, positions)[:, None])[:, None]
+
+
+def _truncated(probs: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor, *rest: Any, **options: Any) -> Any:
+    """SGLang refuses min-p beside seeds, as its own draw needs normalised weights. Only the tail is cut by it, so it may come first."""
+    min_p, seed, positions = rest
+    if min_p and seed is not None:
+        probs = probs.masked_fill(probs < probs.amax(-1, keepdim=True) * min_ps.view(-1, 1), 0.0)
+        min_p = False
+    return _sample_truncated(probs, top_ks, top_ps, min_ps, min_p, seed, positions, **options)
 
 
 def uniforms(seed: Tensor, positions: Tensor) -> Tensor:
