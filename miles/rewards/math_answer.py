@@ -13,13 +13,14 @@ from functools import lru_cache
 from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
-from sympy import Basic, FiniteSet, Interval, MatrixBase, Tuple
+from sympy import Basic, FiniteSet, I, Interval, MatrixBase, Tuple
 from sympy.core.relational import Relational
 
 from miles.types import Sample
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits, which need the main thread, are off
 
+ROUND = ("(", ")")
 RELATIVE_TOLERANCE = 1e-5
 LONGEST_ANSWER = 1000  # characters
 SEARCHED_TAIL = 2000  # characters of a response without a box
@@ -33,12 +34,15 @@ MIXED = re.compile(r"(-?\d+)\s+(?:(\d+)\s*/\s*(\d+)|(\\frac.*))")
 UNIT = re.compile(r"(-?[\d.,]*\d)\s+(?!(?:sin|cos|tan|cot|sec|csc|log|exp|sqrt|mod|and|or)\b)[A-Za-z]{3,}(?:\s+[A-Za-z]+)*")
 ASSIGNED = re.compile(r"[A-Za-z]\s*=\s*([^=]+)")
 WRAPPED_NUMBER = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*\{\s*([-+]?[\d.,]+)\s*\}")
+SCIENTIFIC = re.compile(r"[-+]?\d+(?:\.\d+)?[eE][-+]?\d{1,2}")
 THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)")
 CLOCK = re.compile(r"\d+:\d\d(?::\d\d)?")
 WORDS = re.compile(r"[A-Za-z][A-Za-z .'-]{3,}")
 LETTER = re.compile(r"\(?([A-Z])[).]?")
 TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
+EULER = re.compile(r"e\^(?:i\b|\{[^{}]*(?<![A-Za-z\\])i(?![A-Za-z]))")
+"""e to the power of something with i, which then is the imaginary unit."""
 HUGE = re.compile(r"\d\^\(?-?\d+\^|\^\(?-?\d{6,}|\d{6,}\)?!|!\)*!")
 """Towers of powers and the like, which no computer writes out."""
 
@@ -109,6 +113,8 @@ def tidy(text: str) -> str:
         text = with_unit[1]
     if not text.endswith(("\\.", "\\right.")):
         text = text.rstrip(".").rstrip()
+    if SCIENTIFIC.fullmatch(text):
+        return f"{Decimal(text):f}"
     return text.replace(",", "") if THOUSANDS.fullmatch(text) else text
 
 
@@ -127,8 +133,11 @@ def equal_text(answer: str, gold: str) -> bool:
         return mine == wanted or _rounded(mine, wanted)
     if CLOCK.fullmatch(gold) or CLOCK.fullmatch(answer):
         return False
-    if (outer := _outer(answer)) and (outer_wanted := _outer(gold)) and outer != outer_wanted:
+    outer, outer_wanted = _outer(answer), _outer(gold)
+    if outer and outer_wanted and outer != outer_wanted:
         return False
+    if (_is_bare_list(answer) and outer_wanted == ROUND) or (_is_bare_list(gold) and outer == ROUND):
+        return False  # several answers, and one point or interval
     plain_gold, plain_answer = (TEXT.sub(r"\1", text).strip() for text in (gold, answer))
     if (letter := LETTER.fullmatch(plain_gold)) and (mine_letter := LETTER.fullmatch(plain_answer)):
         return letter[1] == mine_letter[1]
@@ -136,14 +145,17 @@ def equal_text(answer: str, gold: str) -> bool:
         return plain_gold.lower() == plain_answer.lower()
     if len(answer) > LONGEST_ANSWER or HUGE.search(re.sub(r"[{}\s]", "", answer)):
         return False
-    return any(equal(mine, _both_signs(gold)) for mine in parsed(_both_signs(answer)))
+    read = parsed_complex if EULER.search(answer) or EULER.search(gold) else parsed
+    return any(_same(mine, wanted) for mine in read(_both_signs(answer)) for wanted in read(_both_signs(gold)))
 
 
 def equal(mine: Any, gold: str) -> bool:
-    """math-verify's verdict, and where numbers are compared theirs: it takes everything below 1e-6 for the same."""
-    return any(
-        verify(wanted, mine, allow_set_relation_comp=True, timeout_seconds=None) and numbers_agree(mine, wanted) for wanted in parsed(gold)
-    )
+    return any(_same(mine, wanted) for wanted in parsed(gold))
+
+
+def _same(mine: Any, wanted: Any) -> bool:
+    """math-verify's verdict, and where numbers are compared ours: it takes everything below 1e-6 for the same."""
+    return bool(verify(wanted, mine, allow_set_relation_comp=True, timeout_seconds=None)) and numbers_agree(mine, wanted)
 
 
 def _both_signs(text: str) -> str:
@@ -188,6 +200,14 @@ def parsed(text: str) -> tuple[Any, ...]:
     return tuple(found)
 
 
+def parsed_complex(text: str) -> tuple[Any, ...]:
+    """As `parsed`, with the letter i as the imaginary unit."""
+    return tuple(
+        found.subs({letter: I for letter in found.free_symbols if str(letter) == "i"}) if isinstance(found, Basic) else found
+        for found in parsed(text)
+    )
+
+
 def readable(gold: str) -> bool:
     return _number(gold) is not None or WORDS.fullmatch(gold) is not None or bool(parsed(gold))
 
@@ -220,6 +240,10 @@ def _rounded(a: Decimal, b: Decimal) -> bool:
     """Whether one is the other with fewer, but at least six, decimals."""
     places = -max(int(number.as_tuple().exponent) for number in (a, b))
     return places >= 6 and round(a, places) == round(b, places) and abs(a - b) <= Decimal(RELATIVE_TOLERANCE) * max(abs(a), abs(b))
+
+
+def _is_bare_list(text: str) -> bool:
+    return "," in text and not re.search(r"[(\[=]|\\\{", text)
 
 
 def _outer(text: str) -> tuple[str, str] | None:

@@ -215,6 +215,36 @@ def test_ways_to_write_an_answer(response, label, wanted):
     assert grade(response, label) == wanted
 
 
+@pytest.mark.parametrize(
+    ("response", "label", "wanted"),
+    boxed(r"""
+6e3 | 6000 | 1
+6000 | 6e3 | 1
+6E3 | 6000 | 1
+-2.5e-2 | -0.025 | 1
+6e3 | 60000 | 0
+2e | 2e | 1
+e^{i\pi} | -1 | 1
+-1 | e^{i \pi} | 1
+e^{i\pi/2} | i | 1
+2e^{\pi i/2} | 2i | 1
+2e^{i\pi/2} | -2i | 0
+e^{i\pi/3} | \frac{1+i\sqrt{3}}{2} | 1
+e^{i\pi/3} | \frac{1-i\sqrt{3}}{2} | 0
+i^2 | i^2 | 1
+1,2 | (1,2) | 0
+(1, 2) | 1, 2 | 0
+1,2 | 2,1 | 1
+1,2 | \{2,1\} | 1
+1+\sqrt{2}, 1-\sqrt{2} | \{1-\sqrt{2},1+\sqrt{2}\} | 1
+(1,2),(3,4) | (3,4),(1,2) | 1
+x=1,y=2 | (1,2) | 1
+"""),
+)
+def test_exponents_the_imaginary_unit_and_lists(response, label, wanted):
+    assert grade(response, label) == wanted
+
+
 @pytest.mark.case("C15")
 @pytest.mark.parametrize("label", ["", " ", r"\frac{", "n/a", "N/A", "None", None, "$$", r"\boxed{}", r"\boxed{\frac{", "####", "?", "}{"])
 @pytest.mark.parametrize("response", ["", r"\boxed{5}", r"\boxed{}", r"\boxed{n/a}", r"\boxed{\frac{}", "n/a", "None", r"\frac{"])
