@@ -10,7 +10,8 @@ from miles.tracking import ledger
 def main(argv: Sequence[str]) -> int:
     """0 when they balance, 1 when they do not."""
     parser = runs.parser(
-        "ledger", "What became of every prompt group of a run: taken = trained + filtered + dropped + returned + abandoned + open."
+        "ledger",
+        "What became of every prompt group of a run: taken = trained + filtered + dropped + returned + abandoned + those still open.",
     )
     parser.add_argument("--group", type=int, help="the history of one group, as JSON lines")
     options = parser.parse_args(argv)
@@ -27,7 +28,11 @@ def main(argv: Sequence[str]) -> int:
         for reason, count in sorted(books.reasons.items()):
             if reason.startswith(event + ": "):
                 print(f"{'':<12}{count:>8}  {reason.split(': ', 1)[1]}")
-    print(f"{'open':<12}{len(books.open):>8}" + (f"  groups {_some(books.open)}" if books.open else ""))
+    for stage in ledger.STAGES.values():
+        groups = sorted(group for group, where in books.stage.items() if where == stage)
+        print(f"{stage:<12}{len(groups):>8}" + (f"  groups {_some(groups)}" if groups else ""))
+    if books.retried:
+        print(f"({books.retried} attempts failed and were made again)")
     for fault in books.faults:
         print(f"WRONG: {fault}")
     print("the books balance" if books.holds else "the books do NOT balance")

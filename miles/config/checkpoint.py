@@ -20,3 +20,5 @@ class CheckpointSection(Section):
     """A file whose appearance asks for a save at the end of the current rollout; called FILE.saving until it is saved."""
     save_on_signal: bool = True
     """Save on SIGTERM and Ctrl-C, at the end of the current step."""
+    save_grace: float = Field(20.0, ge=0)
+    """Seconds that a save on a signal waits for the rollout that is being generated; past them that rollout is started again on resume."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from miles.config import flags, toml
+from miles.config import flags, resume, toml
 from miles.config.docs import help_text
 from miles.config.run_config import RunConfig
 from miles.config.schema import Setting, settings
@@ -62,8 +62,10 @@ def resolve(argv: Sequence[str], *, preset: Mapping[str, Any] | None = None, che
     problems = list(found.problems)
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    for path in found.configs:
-        file = toml.read(path)
+    files = [(path, toml.read(path)) for path in found.configs]
+    if found.resume is not None:
+        files.insert(0, (f"--resume {found.resume}", resume.settings_of(found.resume)))
+    for path, file in files:
         problems += file.problems
         values |= file.values
         origins |= dict.fromkeys(file.values, path)
@@ -72,11 +74,13 @@ def resolve(argv: Sequence[str], *, preset: Mapping[str, Any] | None = None, che
         origins |= dict.fromkeys(source, origin)
     args, faulty = _build(values, origins, problems)
     faulty |= found.faulty
+    if check and args.load is None and found.resume is not None:
+        args = resume.going_on(args)
     if check:
         problems += [problem.text for problem in problems_of(args) if not faulty & set(problem.settings)]
     if problems:
         raise SettingsError(problems)
-    return args
+    return resume.going_on(args) if check and resume.is_same_unfinished(args) else args
 
 
 def _build(values: dict[str, Any], origins: dict[str, str], problems: list[str]) -> tuple[RunConfig, set[str]]:

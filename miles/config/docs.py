@@ -8,7 +8,9 @@ from miles.config.schema import Setting, docstrings, settings
 from miles.config.toml import write_value
 
 USAGE = """usage: {prog} [--config run.toml ...] [--flag value ...]
+       {prog} --resume RUN [--flag value ...]
 
+--resume goes on with the run of that name or folder. So does the same command again, where the run was not finished.
 Defaults < --config files (one table per section; later files win) < flags. Lists and tables on the command line:
 --stop A B, --eval-data easy=a.jsonl hard=b.jsonl, or JSON. --no-x turns a boolean off and empties the others."""
 
@@ -25,6 +27,9 @@ directory. `config.toml` in the run folder holds the effective settings, each wi
 - Lists: `--stop A B`, or `--stop A --stop B`, or `--stop '["A", "B"]'`. They replace the file's list.
 - Tables: `--eval-data easy=a.jsonl hard=b.jsonl`, or a JSON object.
 - A value that begins with `--` is written with `=`: `--stop=--`.
+
+`--resume RUN` takes the settings of a run, by its name in `runs/` or its folder, and goes on with it ([resume.md](resume.md)); files and
+flags beside it are stronger.
 
 Everything that is wrong is said at once, with exit code 2: unknown names (abbreviations are unknown too) with the nearest known one,
 wrong values, wrong combinations, missing files.

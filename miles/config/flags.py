@@ -18,7 +18,7 @@ from typing import Any
 from miles.config.data import set_name
 from miles.config.schema import Setting, nearest, settings
 
-OWN_FLAGS = ("--config", "--help")
+OWN_FLAGS = ("--config", "--resume", "--help")
 
 
 @dataclass(slots=True)
@@ -26,6 +26,7 @@ class Flags:
     """What a command line says: files in order, values by setting, problems, and settings whose value could not be read."""
 
     configs: list[str] = field(default_factory=list)
+    resume: str | None = None
     values: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     faulty: set[str] = field(default_factory=set)
@@ -44,6 +45,10 @@ def read(argv: Sequence[str]) -> Flags:
             found.configs += words
             if not words:
                 found.problems.append("--config: needs a file")
+        elif name == "--resume":
+            found.resume = words[0] if words else None
+            if len(words) != 1:
+                found.problems.append("--resume: needs the name or the folder of one run")
         elif name in on:
             _note(found, on[name], words, equals)
         elif name in off:

@@ -61,6 +61,9 @@ class RunConfig(
     origins: dict[str, str] = Field(default_factory=dict, exclude=True)
     """Where each value that is not a default came from: "flag" or the file's name."""
 
+    goes_on: bool = Field(default=False, exclude=True)
+    """Whether this process goes on in the run's own folder, from a checkpoint."""
+
     def fill(self, **values: Any) -> None:
         """Set a write-once field that is still None, or to the value it has."""
         for name, value in values.items():

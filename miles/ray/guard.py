@@ -75,6 +75,11 @@ class RunGuard:
             self._fatal.set_exception(error)
             self._fatal.exception()  # retrieved: nobody may be waiting
 
+    @property
+    def failed(self) -> bool:
+        """Whether the run is ending with a fault or a signal."""
+        return self._fatal.done()
+
     async def halt_if_asked(self) -> None:
         """Called before the driver starts something long: after a signal it does not return."""
         if self.signum is not None:

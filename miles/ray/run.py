@@ -28,6 +28,7 @@ class Run:
     open_rollout: int | None = None  # its training has begun, and not all roles are done with it
     published: int | None = None  # rollout after which the last publish was; None: the first one, or none yet
     trainers_idle: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while a rollout is trained
+    per_epoch: int | None = None  # rollouts, where their number comes from epochs
     save_all: Callable[[int], Awaitable[None]] | None = None  # saves every part; there once the parts are
 
     def worker_args(self) -> RunConfig:

@@ -9,24 +9,27 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
+from miles.config.periodic import should_run_periodic_action
 from miles.config.run_config import RunConfig
 from miles.protocols import Engine, ProcessGone
 from miles.ray import run as runs
+from miles.ray.rollout.eval_dispatch import EvalDispatcher, Evaluator, Exporter
 from miles.ray.worker_handle import CallTimeout, WorkerDied, WorkerHandle
 from miles.ray.worker_manager import all_or_first_error
+from miles.tracking import history
 from miles.types import PublishPlan
 from miles.weights.compare import compare_checksums
 
 logger = logging.getLogger(__name__)
 
 
-class Publisher(Protocol):
+class Publisher(Exporter, Protocol):
     """The actor, as a publish sees it."""
 
     async def update_weights(self, engines: Sequence[Engine], rollout_id: int | None = None) -> int: ...
 
 
-class Executor(Protocol):
+class Executor(Evaluator, Protocol):
     async def set_weight_version(self, version: int) -> None: ...
 
 
@@ -34,6 +37,8 @@ class Controller(Protocol):
     async def start_update_weights(self) -> Sequence[Engine]: ...
 
     async def end_update_weights(self, weight_version: int) -> None: ...
+
+    async def prepare_eval(self) -> None: ...
 
     async def abort_update_weights(self) -> None: ...
 
@@ -86,6 +91,21 @@ async def update_weights(
     await guard.watch(controller.end_update_weights(version))
     await executor.set_weight_version(version)
     controller.on_resume(lambda engine: _republish(args, actor, engine))
+    if rollout_id is None:
+        await _evaluate_if_missed(args, actor, executor, controller)
+
+
+async def _evaluate_if_missed(args: RunConfig, actor: Publisher, executor: Executor, controller: Controller) -> None:
+    """An evaluation comes after its rollout's save: a run that was killed between the two makes up for it before it goes on."""
+    last = (args.start_rollout_id or 0) - 1
+    if not args.goes_on or last < 0 or history.has_eval(history.read(args.run_dir), last):
+        return
+    if should_run_periodic_action(last, args.eval_interval, runs.current().per_epoch, args.num_rollout):
+        logger.info("the evaluation after rollout %d is made up for", last)
+        await controller.prepare_eval()
+        evals = EvalDispatcher(args, actor, executor)
+        await evals.dispatch(last, force=True)
+        await evals.drain()
 
 
 async def _republish(args: RunConfig, actor: Publisher, engine: Engine) -> int:

@@ -161,6 +161,7 @@ def trainer_specs(args: RunConfig, role: Role, store: Any) -> list[WorkerSpec]:
 def executor_spec(args: RunConfig, store: Any) -> WorkerSpec:
     limits = {
         "get": Limit(args.generate_timeout + _SLACK, "--generate-timeout"),
+        "save": Limit(args.generate_timeout + _SLACK, "--generate-timeout"),
         "eval": Limit(args.eval_timeout + _SLACK, "--eval-timeout"),
         "dispose": Limit(args.shutdown_timeout, "--shutdown-timeout"),
     }

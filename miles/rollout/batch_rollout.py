@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from miles.config.run_config import RunConfig
 from miles.rollout.context import RolloutContext, used_up
 from miles.rollout.group import renewed
+from miles.rollout.state import FunctionState
 from miles.rollout.waves import run_wave
 from miles.types import PromptGroup, RolloutOutput
 
@@ -22,7 +23,6 @@ class BatchRollout:
         self.args = args
         self.context = context
         self.draws: dict[int, list[int]] = {}  # rollout id -> every group index drawn for it
-        self.open: set[int] = set()  # drawn, and neither ended nor handed out
 
     async def __call__(self, rollout_id: int) -> RolloutOutput:
         size, verdicts = self.args.rollout_batch_size, self.context.verdicts
@@ -41,11 +41,8 @@ class BatchRollout:
                     kept.append(group)
                 elif failure is not None and verdicts.retries(group, failure):
                     again.append(renewed(group))
-                else:
-                    self.open.discard(group.group_index)
             wave += 1
         kept.sort(key=lambda group: group.group_index)
-        self.open.clear()
         return RolloutOutput(kept, verdicts.settle() | {"rollout/waves": float(wave)})
 
     def draw(self, rollout_id: int, kept: int) -> PromptGroup:
@@ -53,7 +50,6 @@ class BatchRollout:
         if group is None:
             raise used_up(self.context, rollout_id, kept)
         self.draws.setdefault(rollout_id, []).append(group.group_index)
-        self.open.add(group.group_index)
         self.context.ledger.note("taken", group.group_index, prompt=group.prompt_index, epoch=group.epoch, rollout_id=rollout_id)
         return group
 
@@ -65,10 +61,22 @@ class BatchRollout:
         self.draws = {rollout_id: draws for rollout_id, draws in self.draws.items() if rollout_id > trained_through}
         return sorted(index for draws in self.draws.values() for index in draws)
 
+    waits = True  # a draw is determined by its number, and the batch ahead by the weights of its time, which are gone at a resume
+
+    def idle(self) -> bool:
+        """Whatever is in flight belongs to a call."""
+        return True
+
+    def state(self) -> FunctionState:
+        draws = {str(rollout_id): draws for rollout_id, draws in self.draws.items()}
+        return FunctionState({"draws": draws, "verdicts": self.context.verdicts.state()})
+
+    def load_state(self, state: FunctionState) -> None:
+        self.draws = {int(rollout_id): draws for rollout_id, draws in state.values["draws"].items()}
+        self.context.verdicts.load_state(state.values["verdicts"])
+
     def stats(self) -> dict[str, object]:
         return {"groups_drawn": {rollout_id: len(draws) for rollout_id, draws in self.draws.items()}}
 
     async def dispose(self) -> None:
-        """What runs belongs to the call that awaits it; the draws that no rollout will train are told to the ledger."""
-        self.context.ledger.note_all("abandoned", sorted(self.open))
-        self.open.clear()
+        """What runs belongs to the call that awaits it."""

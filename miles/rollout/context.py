@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -63,6 +64,7 @@ class RolloutContext:
     num_engines: int = 0
     weight_version: int = 0  # of the last publish
     tables: dict[str, WaveStats] = field(default_factory=dict)  # waves under way, for reports of stalls
+    at_rest: Callable[[], None] = lambda: None  # see `saves.KeepsState`
 
 
 def train_sampling(args: RunConfig) -> SamplingParams:

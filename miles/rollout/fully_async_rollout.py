@@ -11,8 +11,9 @@ from math import floor
 from miles.config.run_config import RunConfig
 from miles.rollout.context import RolloutContext, used_up
 from miles.rollout.group import OpenSeat, cut_off, renewed, run_group
-from miles.rollout.group_buffer import GroupBuffer
+from miles.rollout.group_buffer import Finished, GroupBuffer
 from miles.rollout.pacing import Pacing
+from miles.rollout.state import FunctionState
 from miles.rollout.verdicts import GroupFailed
 from miles.types import PromptGroup, RolloutOutput
 
@@ -84,6 +85,21 @@ class FullyAsyncRollout:
             del self.drained[rollout_id]
         waiting = [entry.group.group_index for entry in self.buffer.waiting]
         return sorted([*(index for indices in self.drained.values() for index in indices), *waiting, *self.flights])
+
+    waits = False
+
+    def idle(self) -> bool:
+        return not self.flights
+
+    def state(self) -> FunctionState:
+        """Finished groups stay; those in flight are started again."""
+        groups = [entry.group for entry in self.buffer.waiting]
+        versions = [entry.version for entry in self.buffer.waiting]
+        return FunctionState({"versions": versions, "verdicts": self.context.verdicts.state()}, groups, sorted(self.flights))
+
+    def load_state(self, state: FunctionState) -> None:
+        self.buffer.waiting = [Finished(*entry) for entry in zip(state.groups, state.values["versions"], strict=True)]
+        self.context.verdicts.load_state(state.values["verdicts"])
 
     def fill(self) -> None:
         """Start as many groups as there are places, buffer and pacing for."""
@@ -181,7 +197,5 @@ class FullyAsyncRollout:
     async def dispose(self) -> None:
         self.closed = True
         await cut_off(list(self.tasks))
-        held = [*self.flights, *(entry.group.group_index for entry in self.buffer.waiting)]
-        self.context.ledger.note_all("abandoned", sorted(held))
         self.flights.clear()
         self.buffer.waiting.clear()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import logging
-import os
 import time
 from collections.abc import Coroutine
 from pathlib import Path
@@ -21,7 +19,6 @@ from miles.plugins import load
 from miles.protocols import Engine, ObjectStore, RolloutFn
 from miles.rewards.reward import RewardScorer
 from miles.rollout.context import RolloutContext, train_sampling
-from miles.rollout.cursor import merged
 from miles.rollout.evaluate import Evaluator
 from miles.rollout.filters import load_filter
 from miles.rollout.first_rollout import WatchedRouter, check_exchanges, check_gold
@@ -29,6 +26,8 @@ from miles.rollout.generate import build_generate, load_generate, single_turn
 from miles.rollout.group import cut_off
 from miles.rollout.metrics import rollout_metrics, without_marker
 from miles.rollout.sample_log import write_samples
+from miles.rollout.saves import Saves
+from miles.rollout.state import Drained, write
 from miles.rollout.verdicts import Verdicts
 from miles.tracking.ledger import Ledger
 from miles.types import EvalResult, PromptGroup, RolloutDataRef, RolloutOutput
@@ -40,7 +39,6 @@ BUILTIN = {
     "batch": "miles.rollout.batch_rollout.BatchRollout",
     "fully_async": "miles.rollout.fully_async_rollout.FullyAsyncRollout",
 }
-STATE_FILE = "executor.json"
 
 
 class RolloutExecutor:
@@ -77,6 +75,7 @@ class RolloutExecutor:
         self.rollout_fn: RolloutFn | None = None
         self.weight_version = 0
         self.watched: WatchedRouter | None = None  # until the first rollout is checked
+        self.saves = Saves(self.context)
         self.stored: dict[int, RolloutDataRef] = {}  # rollouts handed out and not yet known to be trained
         self.calls: set[asyncio.Task[Any]] = set()
         self.disposed = False
@@ -89,9 +88,9 @@ class RolloutExecutor:
         self.router = Router(engines, max_running=2 * self.args.engine_max_running, patience=restart)
         for context in (self.context, self.evaluator.context):
             context.router, context.num_engines = self.router, len(engines)
-        if self.args.verify_first_step:
+        if self.args.verify_first_step and self.args.load is None:
             self.context.router = self.watched = WatchedRouter(self.router)
-        self.rollout_fn = self.make_rollout_fn(self.args, self.context)
+        self.rollout_fn = self.saves.function = self.make_rollout_fn(self.args, self.context)
         gc.freeze()  # what is loaded by now stays: collections need not walk the data set and the libraries again and again
 
     def _num_rollout(self) -> int:
@@ -118,28 +117,44 @@ class RolloutExecutor:
             TimeoutError: generate_timeout passed; says what is in flight.
             Exception: the first fault of anything that took part, as it was raised.
         """
-        output = await self._call(self._generate(rollout_id))
-        if self.watched is not None:
-            output.metrics |= await self._call(self._check_first(output.groups, self.watched))
+        self.saves.asked.add(rollout_id)
+        try:
+            done = self.saves.ready.pop(rollout_id, None)
+            if done is None:
+                output = await self._call(self._generate(rollout_id))
+                if self.watched is not None:
+                    output.metrics |= await self._call(self._check_first(output.groups, self.watched))
+                done = Drained(rollout_id, self.weight_version, output)
+            ref = self._store(done)
+        except BaseException as error:
+            self.saves.fail(error)
+            raise
+        self.saves.note_drained(done)
+        return ref
+
+    def _store(self, done: Drained) -> RolloutDataRef:
+        groups, version, args = done.output.groups, done.weight_version, self.args
         ready = time.time()
-        data = pack(output.groups)
-        shares = split(data, self.args.num_trainers, self.args.samples_per_step, rollout_id, self.weight_version)
+        data = pack(groups)
+        shares = split(data, args.num_trainers, args.samples_per_step, done.rollout_id, version)
         ref = RolloutDataRef(
-            rollout_id=rollout_id,
+            rollout_id=done.rollout_id,
             shares=[self.store.put(share) for share in shares],
             num_samples=data.num_samples,
-            metrics=rollout_metrics(output.groups, data, self.weight_version) | output.metrics,
-            group_indices=[group.group_index for group in output.groups],
-            times=[group.times for group in output.groups],
+            metrics=rollout_metrics(groups, data, version) | done.output.metrics,
+            group_indices=[group.group_index for group in groups],
+            times=[group.times for group in groups],
             ready=ready,
         )
         for reward in without_marker(ref.metrics):
-            logger.warning("rollout %d: no answer has the marker that %s looks for, so each scores as if wrong", rollout_id, reward)
-        self.stored[rollout_id] = ref
-        self.ledger.note_all("drained", ref.group_indices, rollout_id=rollout_id, version=self.weight_version)
-        write_samples(
-            Path(self.args.run_dir) / "samples" / f"rollout_{rollout_id}.jsonl", output.groups, self.args.save_samples, self.tokenizer
-        )
+            logger.warning("rollout %d: no answer has the marker that %s looks for, so each scores as if wrong", done.rollout_id, reward)
+        self.stored[done.rollout_id] = ref
+        for group in groups:
+            if group.group_index not in self.ledger.books.stage:  # a function of the user's own, which may not know of ledgers
+                self.ledger.note("taken", group.group_index, prompt=group.prompt_index, epoch=group.epoch)
+        self.ledger.note_all("drained", ref.group_indices, rollout_id=done.rollout_id, version=version)
+        path = Path(args.run_dir) / "samples" / f"rollout_{done.rollout_id}.jsonl"
+        write_samples(path, groups, args.save_samples, self.tokenizer)
         return ref
 
     async def _generate(self, rollout_id: int) -> RolloutOutput:
@@ -190,36 +205,25 @@ class RolloutExecutor:
     async def note_trained(self, rollout_id: int, step: int) -> None:
         """The trainers have used rollout `rollout_id`; `step` optimizer steps are done."""
         ref = self.stored.pop(rollout_id, None)
+        self.saves.note_trained(rollout_id)
         if ref is not None:
             self.ledger.note_all("trained", ref.group_indices, rollout_id=rollout_id, step=step)
 
-    async def save(self, rollout_id: int, directory: str) -> None:
-        """Write the data cursor as of the end of rollout `rollout_id`, whatever has been taken since, into the checkpoint folder."""
-        assert self.rollout_fn is not None
-        state = {
-            "rollout_id": rollout_id,
-            "weight_version": self.weight_version,
-            "data": merged(self.data.state(), self.rollout_fn.untrained(rollout_id)),
-        }
-        path = Path(directory) / STATE_FILE
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(".tmp")
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump(state, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+    async def save(self, rollout_id: int, directory: str, ahead: int | None = None, wait: bool = True) -> None:
+        """Write this side's part of a checkpoint: the data cursor as of the end of rollout `rollout_id`, whatever has been taken
+        since, and what was generated since.
+
+        Args:
+            ahead: a later rollout that was asked for. A rollout function whose run goes on to the same bits waits for it.
+            wait: False leaves out what such a function has ahead: it is started again.
+        """
+        state, groups = await self._call(self.saves.take(rollout_id, ahead)) if wait else self.saves.take_now(rollout_id)
+        await asyncio.to_thread(self.ledger.sync)
+        await asyncio.to_thread(write, Path(directory), state, groups)
 
     async def load(self, rollout_id: int, directory: str) -> None:
-        """Go on after rollout `rollout_id`, from its checkpoint folder. ValueError: no such file, or of another rollout."""
-        path = Path(directory) / STATE_FILE
-        try:
-            state = json.loads(path.read_text("utf-8"))
-        except (OSError, json.JSONDecodeError) as error:
-            raise ValueError(f"--load: no usable {path}: {error}") from error
-        if state["rollout_id"] != rollout_id:
-            raise ValueError(f"--load: {path} is of rollout {state['rollout_id']}, the trainers restored {rollout_id}")
-        self.data.load_state(state["data"])
+        """Go on after rollout `rollout_id`, from its checkpoint folder. ValueError: no usable state there, or of another rollout."""
+        self.saves.load(rollout_id, Path(directory), self.data.draw)
 
     async def stats(self) -> dict[str, Any]:
         """What is in flight and what is waited for, for reports of stalls."""
@@ -253,8 +257,7 @@ class RolloutExecutor:
             await self._abort_requests(self.router)
         await self.context.scorer.dispose()
         await self.evaluator.scorer.dispose()
-        for ref in self.stored.values():
-            self.ledger.note_all("abandoned", ref.group_indices)
+        self.ledger.note_all("abandoned", self.ledger.books.open)
         self.store.free([share for ref in self.stored.values() for share in ref.shares])
         self.stored.clear()
         self.ledger.close()

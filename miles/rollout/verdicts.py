@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from typing import Any
 
 from miles.config.rollout import RolloutSection
 from miles.protocols import GroupFilter
@@ -99,6 +100,22 @@ class Verdicts:
             "dropped group %d (prompt %d) after attempt %d: %s", group.group_index, group.prompt_index, group.attempt + 1, reason
         )
         self.dropped[kind] += 1
+
+    def state(self) -> dict[str, Any]:
+        """What is counted, as JSON values."""
+        return {
+            "filtered": dict(self.filtered),
+            "dropped": dict(self.dropped),
+            "retried": self.retried,
+            "scored": self.scored,
+            "stale": self.stale,
+            "lost_in_a_row": self.lost_in_a_row,
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.filtered, self.dropped = Counter(state["filtered"]), Counter(state["dropped"])
+        self.retried, self.scored, self.stale = state["retried"], state["scored"], state["stale"]
+        self.lost_in_a_row = state["lost_in_a_row"]
 
     def settle(self) -> dict[str, float]:
         """The metrics of the rollout that was just filled; counting starts anew."""

@@ -33,6 +33,11 @@ def read(folder: str | Path) -> list[dict[str, Any]]:
     return lines
 
 
+def has_eval(lines: Iterable[dict[str, Any]], rollout_id: int) -> bool:
+    """Whether the evaluation after this rollout is there; that before any training, which is at rollout 0 too, has step 0."""
+    return any(line["rollout_id"] == rollout_id and line["step"] and any(name.startswith("eval/") for name in line) for line in lines)
+
+
 def by_rollout(lines: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     """One row per rollout, in order; of several values of a metric (optimizer steps) the last."""
     rows: dict[int, dict[str, Any]] = {}

@@ -1,39 +1,107 @@
-"""What became of every prompt group: an append-only file of JSON lines that any process may write to.
+"""What became of every prompt group: an append-only file of JSON lines, and books that must balance at every moment.
 
 A draw of the data source is `taken`, and then exactly one of these ends it:
 
     trained     in `rollout_id`, by optimizer step `step`
     filtered    refused by the group filter (`reason`)
     dropped     failed, too old, or poisonous, and not started again (`reason`)
-    returned    given back to the data source; the same group_index is taken again, with a higher `attempt`
+    returned    given back to the data source; the same group_index is taken again
     abandoned   in flight or waiting when the run ended
 
-Other events (finished, drained, ...) tell more and end nothing. So at any time: taken = ended + open.
+Until then it is in flight, finished or drained. Other events (retried, ...) tell more and end nothing. So at any time:
+taken = ended + in flight + finished + drained, and no group is trained twice. A note is written before what it tells of
+has an effect; one that the books forbid ends the run.
 """
 
 import json
 import os
 import time
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 TAKEN = "taken"
 ENDS = ("trained", "filtered", "dropped", "returned", "abandoned")
+STAGES = {TAKEN: "in flight", "finished": "finished", "drained": "drained"}
+"""Event -> where an open group is from then on."""
+
+
+class LedgerError(RuntimeError):
+    """A group would be lost or used twice: a fault of the producer, with the numbers."""
+
+
+@dataclass(slots=True)
+class Books:
+    """taken = sum of ended + open, when `faults` is empty. Memory is that of the open groups and the reasons."""
+
+    taken: int = 0
+    ended: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)  # "dropped: stale" -> count
+    retried: int = 0
+    stage: dict[int, str] = field(default_factory=dict)  # open group -> where it is
+    faults: list[str] = field(default_factory=list)
+    _trained: set[int] = field(default_factory=set)  # of those from _trained_below on
+    _trained_below: int = 0
+
+    def add(self, line: dict[str, Any]) -> None:
+        """One event of one group. What cannot be is noted in `faults`."""
+        event, group = line["event"], line["group_index"]
+        if event == TAKEN:
+            self.taken += 1
+            if group in self.stage:
+                self.faults.append(f"group {group} was taken again before its first take ended")
+            self.stage[group] = STAGES[event]
+        elif event in STAGES:
+            if group not in self.stage:
+                self.faults.append(f"group {group} is {event} without having been taken")
+            self.stage[group] = STAGES[event]
+        elif event in ENDS:
+            self.ended[event] += 1
+            if line.get("reason"):
+                self.reasons[f"{event}: {line['reason']}"] += 1
+            if self.stage.pop(group, None) is None:
+                self.faults.append(f"group {group} ended ({event}) without having been taken")
+            if event == "trained":
+                self._note_trained(group)
+        elif event == "retried":
+            self.retried += 1
+
+    def _note_trained(self, group: int) -> None:
+        if group < self._trained_below or group in self._trained:
+            self.faults.append(f"group {group} was trained twice")
+        self._trained.add(group)
+        while self._trained_below in self._trained:
+            self._trained.remove(self._trained_below)
+            self._trained_below += 1
+
+    @property
+    def open(self) -> list[int]:
+        return sorted(self.stage)
+
+    @property
+    def holds(self) -> bool:
+        return not self.faults and self.taken == self.ended.total() + len(self.stage)
+
+    def __str__(self) -> str:
+        """The sum, in one line."""
+        counts = Counter(self.stage.values())
+        parts = [f"{self.ended[end]} {end}" for end in ENDS] + [f"{counts[stage]} {stage}" for stage in STAGES.values()]
+        return f"{self.taken} taken = " + " + ".join(parts)
 
 
 class Ledger:
-    """Appends to one ledger file; every note is a single write, so several processes may share it."""
+    """Appends to one ledger file, which has one writer; every note is a single write."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.books = Books()  # of what this process noted, and after `rewind` of the whole file
         self._file = os.open(self.path, os.O_APPEND | os.O_CREAT | os.O_WRONLY, 0o644)
 
     def note(self, event: str, group_index: int, **fields: Any) -> None:
-        """Append one line: {"event", "group_index", "time", ...fields}."""
+        """Append one line: {"event", "group_index", "time", ...fields}. Raises LedgerError when the books forbid it."""
         self.note_all(event, (group_index,), **fields)
 
     def note_all(self, event: str, group_indices: Iterable[int], **fields: Any) -> None:
@@ -41,12 +109,58 @@ class Ledger:
         now = round(time.time(), 3)
         lines = [{"event": event, "group_index": group_index, "time": now, **fields} for group_index in group_indices]
         os.write(self._file, "".join(json.dumps(line, default=str) + "\n" for line in lines).encode())
+        known = len(self.books.faults)
+        for line in lines:
+            self.books.add(line)
+        if len(self.books.faults) > known:
+            raise LedgerError(f"{self.path}: {'; '.join(self.books.faults[known:])} ({self.books})")
+
+    def expect(self, where: dict[str, int]) -> None:
+        """Compare with what the producer itself holds. Raises LedgerError with both where they differ.
+
+        Args:
+            where: stage -> number of open groups there; a stage that is left out is not compared.
+        """
+        counts = Counter(self.books.stage.values())
+        if wrong := [f"{number} {stage}" for stage, number in where.items() if counts[stage] != number]:
+            raise LedgerError(f"{self.path}: the producer has {', '.join(wrong)}, the books say {self.books}")
+
+    def size(self) -> int:
+        """Bytes written so far."""
+        return os.fstat(self._file).st_size
+
+    def sync(self) -> None:
+        """Returns when every note is on the disk itself."""
+        os.fsync(self._file)
+
+    def rewind(self, size: int, last_rollout: int) -> None:
+        """Back to where a checkpoint was taken: what was written later goes, and so does what it tells of later rollouts.
+
+        Args:
+            size: bytes that the ledger had then. A ledger that never was so long is another run's, and left alone.
+            last_rollout: of the checkpoint; drains and trainings of later ones are done again.
+        """
+        if self.size() < size or size == 0:
+            return
+        with self.path.open("rb") as file:
+            lines = file.read(size).decode("utf-8", errors="replace").splitlines()
+        kept = [line for line in lines if not _is_later(json.loads(line), last_rollout)]
+        temporary = self.path.with_suffix(".cut")
+        temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        os.replace(temporary, self.path)
+        os.close(self._file)
+        self._file = os.open(self.path, os.O_APPEND | os.O_WRONLY)
+        self.books = balance(read(self.path))
 
     def close(self) -> None:
         """Idempotent."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+
+def _is_later(line: dict[str, Any], last_rollout: int) -> bool:
+    return line["event"] in ("drained", "trained") and line["rollout_id"] > last_rollout
 
 
 def read(path: str | Path) -> Iterator[dict[str, Any]]:
@@ -61,65 +175,20 @@ def read(path: str | Path) -> Iterator[dict[str, Any]]:
                 continue
 
 
-@dataclass(slots=True)
-class Balance:
-    """taken = sum of ended + open, when `faults` is empty."""
-
-    taken: int = 0
-    ended: Counter[str] = field(default_factory=Counter)
-    reasons: Counter[str] = field(default_factory=Counter)  # "dropped: stale" -> count
-    open: list[int] = field(default_factory=list)
-    faults: list[str] = field(default_factory=list)
-
-    @property
-    def holds(self) -> bool:
-        return not self.faults and self.taken == sum(self.ended.values()) + len(self.open)
-
-
-def balance(lines: Iterable[dict[str, Any]]) -> Balance:
+def balance(lines: Iterable[dict[str, Any]]) -> Books:
     """Count a ledger up, and say which groups ended twice, ended untaken, or were trained twice."""
-    found = Balance()
-    state: dict[int, int] = defaultdict(int)  # group_index -> takes not yet ended
-    trained: Counter[int] = Counter()
+    books = Books()
     for line in lines:
-        event, group = line["event"], line["group_index"]
-        if event == TAKEN:
-            found.taken += 1
-            state[group] += 1
-            if state[group] > 1:
-                found.faults.append(f"group {group} was taken again before its first take ended")
-        elif event in ENDS:
-            found.ended[event] += 1
-            if line.get("reason"):
-                found.reasons[f"{event}: {line['reason']}"] += 1
-            state[group] -= 1
-            if state[group] < 0:
-                found.faults.append(f"group {group} ended ({event}) without having been taken")
-            trained[group] += event == "trained"
-    found.faults += [f"group {group} was trained {count} times" for group, count in trained.items() if count > 1]
-    found.open = sorted(group for group, takes in state.items() if takes > 0)
-    return found
+        books.add(line)
+    return books
 
 
-def rewind(path: str | Path, first_rollout: int, done_again: Collection[int] | None = None) -> None:
-    """Take out of a ledger what a resumed run does again.
+def histories(lines: Iterable[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
+    """Group -> its events in order, without times: what two runs that are the same have in common.
 
-    Args:
-        path: the ledger.
-        first_rollout: the first rollout that is done again.
-        done_again: groups that the data source will give out again. Not given: every group but those trained before
-            `first_rollout`, and those that ended otherwise and are older than the last of them.
+    The order of different groups' lines is that of what was faster, the training of one rollout or the generation of the next.
     """
-    lines = list(read(path))
-    if not lines:
-        return
-    trained = {line["group_index"] for line in lines if line["event"] == "trained" and line["rollout_id"] < first_rollout}
-    if done_again is None:
-        last = max(trained, default=-1)
-        ended = {line["group_index"] for line in lines if line["event"] in ("filtered", "dropped") and line["group_index"] < last}
-        kept = trained | ended
-    else:
-        kept = {line["group_index"] for line in lines} - set(done_again)
-    temporary = Path(path).with_suffix(".cut")
-    temporary.write_text("".join(json.dumps(line) + "\n" for line in lines if line["group_index"] in kept), encoding="utf-8")
-    os.replace(temporary, path)
+    found: dict[int, list[dict[str, Any]]] = {}
+    for line in lines:
+        found.setdefault(line["group_index"], []).append({name: value for name, value in line.items() if name != "time"})
+    return dict(sorted(found.items()))

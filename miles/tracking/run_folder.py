@@ -42,8 +42,8 @@ def prepare(args: RunConfig) -> Path:
     """Make the run's folder and write config.toml.
 
     A folder of that name with anything in it is moved to NAME.1, NAME.2, ... unless the run resumes from a checkpoint inside it: then
-    lines about rollouts that will be done again leave metrics.jsonl, ledger.jsonl and samples/, so that no curve folds back. That of
-    a run which ended before it had measured anything gives way, so that false starts do not pile up.
+    lines about rollouts that will be done again leave metrics.jsonl and samples/, so that no curve folds back (the ledger is cut by its
+    writer, when it goes on). That of a run which ended before it had measured anything gives way, so that false starts do not pile up.
 
     Raises:
         ValueError: a run of that name is going on, or the folder cannot be made.
@@ -59,12 +59,14 @@ def _prepare(args: RunConfig) -> Path:
     if is_locked(folder):
         raise ValueError(f"--name {args.name}: a run of that name is going on in {folder}; give this one another name, or end that one")
     if folder.is_dir() and any(folder.iterdir()):
-        if _resumes_inside(args, folder):
+        if args.goes_on or _resumes_inside(args, folder):
             first = args.start_rollout_id
             if first is None:
                 newest = newest_checkpoint(Path(str(args.load)).expanduser())
                 first = 0 if newest is None else newest + 1
             cut(folder, first)
+            if args.goes_on:
+                logger.info("the run in %s was not finished: going on from rollout %d (--no-load would start it anew)", folder, first)
         elif _is_false_start(folder):
             shutil.rmtree(folder)
         else:
@@ -116,7 +118,7 @@ def _move_aside(folder: Path) -> None:
     taken = [int(match[1]) for path in folder.parent.glob(f"{folder.name}.*") if (match := re.fullmatch(r".*\.(\d+)", path.name))]
     aside = folder.with_name(f"{folder.name}.{max(taken, default=0) + 1}")
     folder.rename(aside)
-    logger.info("an earlier run of this name is now %s", aside)
+    logger.info("an earlier run of this name is now %s (miles train-async --resume %s goes on with one that has checkpoints)", aside, aside)
 
 
 def cut(folder: Path, first: int) -> None:
@@ -127,7 +129,6 @@ def cut(folder: Path, first: int) -> None:
     trackers.sent_through = max([*logged, trackers.sent_through])
     trackers.save()
     cut_lines(folder / "metrics.jsonl", lambda line: line["rollout_id"] < first)
-    ledger.rewind(folder / "ledger.jsonl", first)
     for path in (folder / "samples").glob("*"):
         if (match := re.search(r"(\d+)", path.name)) and int(match[1]) >= first:
             path.unlink()

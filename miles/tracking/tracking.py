@@ -29,6 +29,7 @@ class Tracking:
     """One run's folder, sinks, console and timeline."""
 
     def __init__(self, args: RunConfig) -> None:
+        logs.setup(args.log_level)
         self.folder = run_folder.prepare(args)
         self._lock = run_folder.lock(self.folder)
         logs.setup(args.log_level, self.folder / "logs" / "driver.log")

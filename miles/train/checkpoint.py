@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from miles.train.mesh import Ranks
 from miles.train.model import TrainedModel
+from miles.train.published import PublishedWeights
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,8 @@ class Progress:
     rollout_id: int
     step: int
     weight_version: int
+    updates: int  # steps that changed the weights: those with a finite gradient
+    with_published: bool = False  # whether the last publish's weights, when they are not the model's, lie beside them
 
 
 def newest_complete(load: str, role: str) -> Path:
@@ -55,14 +58,15 @@ class Checkpointer:
         self.model, self.optimizer, self.ranks = model, optimizer, ranks
         self._running: Future[Any] | None = None
 
-    def save(self, directory: Path, progress: Progress, force_sync: bool) -> None:
-        """Write into `directory`, after the save before is done. Every rank calls it."""
+    def save(self, directory: Path, progress: Progress, force_sync: bool, published: PublishedWeights | None = None) -> None:
+        """Write into `directory`, after the save before is done. Every rank calls it. `published`: weights to save beside the model's."""
         self.wait()
+        progress.with_published = published is not None
         if self.ranks.rank == 0:
             directory.mkdir(parents=True, exist_ok=True)
             (directory / PROGRESS).write_text(json.dumps(asdict(progress)))
         self.ranks.barrier()
-        state, group = self._state(with_moments=progress.step > 0), self._group()
+        state, group = self._state(with_moments=progress.updates > 0, published=published), self._group()
         if force_sync:
             dcp.save(state, checkpoint_id=directory, process_group=group, no_dist=group is None)
             return
@@ -75,17 +79,20 @@ class Checkpointer:
         if running is not None:
             running.result()
 
-    def load(self, directory: Path) -> Progress:
-        """Restore model, optimizer and random state in place."""
+    def load(self, directory: Path, published: PublishedWeights | None = None) -> Progress:
+        """Restore model, optimizer and random state in place, and `published`: where the checkpoint has none, they are the model's."""
         progress = Progress(**json.loads((directory / PROGRESS).read_text()))
-        state, group = self._state(with_moments=progress.step > 0), self._group()
+        own = published if progress.with_published else None
+        state, group = self._state(with_moments=progress.updates > 0, published=own), self._group()
         dcp.load(state, checkpoint_id=directory, process_group=group, no_dist=group is None)
         torch.set_rng_state(state["random.cpu"])
         if "random.device" in state:
             torch.cuda.set_rng_state(state["random.device"])
-        if progress.step > 0:
+        if progress.updates > 0:
             for parameter in self._named().values():
-                self.optimizer.state[parameter]["step"].fill_(progress.step)
+                self.optimizer.state[parameter]["step"].fill_(progress.updates)
+        if published is not None and own is None:
+            published.refresh()
         logger.info("restored rollout %d, optimizer step %d from %s", progress.rollout_id, progress.step, directory)
         return progress
 
@@ -98,7 +105,7 @@ class Checkpointer:
     def _named(self) -> dict[str, torch.nn.Parameter]:
         return dict(self.model.named_parameters())
 
-    def _state(self, with_moments: bool) -> dict[str, Tensor]:
+    def _state(self, with_moments: bool, published: PublishedWeights | None) -> dict[str, Tensor]:
         """Flat names to the live tensors; moments that do not exist yet are made, to be read into."""
         state: dict[str, Tensor] = {"random.cpu": torch.get_rng_state()}
         if self.ranks.device.type == "cuda":
@@ -111,4 +118,6 @@ class Checkpointer:
                     own["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
                     own |= {moment: torch.zeros_like(parameter, requires_grad=False) for moment in MOMENTS}
                 state |= {f"{moment}.{name}": own[moment] for moment in MOMENTS}
+        if published is not None:
+            state |= {f"published.{name}": kept for name, kept in published.kept.items()}
         return state

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -26,9 +26,11 @@ class Publisher:
         shapes: list[NamedShape] = [(name, dtype, tuple(parameter.shape)) for name, parameter in self._parameters.items()]
         self._publisher = WeightPublisher(shapes, args, ranks.device)
         self._version: int | None = None
+        self._instead: Callable[[str], Tensor] | None = None
 
-    def plan(self, version: int, num_receivers: int, one_host: bool) -> PublishPlan:
-        self._version = version
+    def plan(self, version: int, num_receivers: int, one_host: bool, instead: Callable[[str], Tensor] | None = None) -> PublishPlan:
+        """`instead`: Hugging Face name -> the weight to send, where it is not the model's current one."""
+        self._version, self._instead = version, instead
         if self.ranks.rank == 0:
             return self._publisher.plan(version, num_receivers=num_receivers, one_host=one_host)
         return PublishPlan(version, "", self._publisher.buckets, (), {}, "")
@@ -43,20 +45,20 @@ class Publisher:
 
     def _gather(self, names: list[str]) -> Iterator[tuple[str, Tensor]]:
         for name in names:
-            shard = self._parameters[name].detach()
+            shard = self._instead(name) if self._instead is not None else self._parameters[name].detach()
             # shards travel in the type of the wire: half the bytes for bfloat16, and the same rounding
             yield name, full(shard.to(self.dtype)).to(self.ranks.device)
 
     def end(self) -> tuple[int, dict[str, str]]:
         """The version that was published, and rank 0's checksums."""
         assert self._version is not None, "no publish is open"
-        version, self._version = self._version, None
+        version, self._version, self._instead = self._version, None, None
         checksums = self._publisher.checksums() if self.ranks.rank == 0 else {}
         self._publisher.close()
         return version, checksums
 
     def abort(self) -> None:
-        self._version = None
+        self._version = self._instead = None
         self._publisher.close()
 
     def checksum_all(self) -> dict[str, str]:

@@ -24,9 +24,9 @@ from miles.train.mesh import Ranks, pick_device
 from miles.train.metrics import StepFacts, step_metrics
 from miles.train.micro_batches import MicroBatch, PackingRule, pack
 from miles.train.model import PolicyModel, TrainedModel, ValueModel, hidden_size, load_causal_lm
-from miles.train.old_actor import OldActor
 from miles.train.optimizer import build_adamw, clip_gradients, learning_rate, set_learning_rate
 from miles.train.publish import Publisher
+from miles.train.published import PublishedWeights, keeps_published
 from miles.train.random_model import resolve_checkpoint
 from miles.train.sharding import needs_sharding, shard
 from miles.train.targets import TokenColumns, fill_advantages, samples_with, token_columns
@@ -49,10 +49,12 @@ class Trainer:
         self.ranks = Ranks(rank, world_size, self.device)
         self.dtype = DTYPES[args.dtype]
         self.step = 0
+        self.updates = 0  # optimizer steps that were not left out
         self.version = -1
-        self.verified = False
+        self.verified = args.load is not None
+        self._again = False
         self.frozen = FrozenModels(args, lambda source, setting: self._build(source, "actor", setting))
-        self.old_actor: OldActor | None = None
+        self.published: PublishedWeights | None = None
         self._closing = ExitStack()
 
     def init(self, master_address: str, master_port: int) -> int | None:
@@ -79,12 +81,12 @@ class Trainer:
         )
         self.publisher = Publisher(self.model, args, self.dtype, self.ranks)
         self._closing.callback(self.publisher.dispose)
+        self.published = PublishedWeights(self.model) if keeps_published(args, self.role) else None
         restored = None
         if args.load is not None:
-            progress = self.checkpointer.load(newest_complete(args.load, self.role))
-            self.step, self.version, restored = progress.step, progress.weight_version, progress.rollout_id
-        if args.keep_old_actor and self.role == "actor":
-            self.old_actor = OldActor(self.model)
+            progress = self.checkpointer.load(newest_complete(args.load, self.role), self.published)
+            self.step, self.version, self.updates = progress.step, progress.weight_version, progress.updates
+            restored = progress.rollout_id
         return restored
 
     def _build(self, source: str, role: Role, setting: str) -> TrainedModel:
@@ -196,8 +198,9 @@ class Trainer:
             return [None] * len(steps)
         if self.args.use_rollout_logprobs:
             return [columns.rollout_logprobs] * len(steps)
-        if self.old_actor is not None:
-            with self.old_actor.in_place():
+        if self.args.keep_old_actor:
+            assert self.published is not None
+            with self.published.in_place():
                 return [self._evaluate(self.model, steps, columns)] * len(steps)
         later = steps[1:]
         return [None] + [self._evaluate(self.model, later, columns)] * len(later) if later else [None]
@@ -212,6 +215,7 @@ class Trainer:
         set_learning_rate(self.optimizer, lr)
         if math.isfinite(norm):
             self.optimizer.step()
+            self.updates += 1
         else:
             logger.error("optimizer step %d is left out: its gradient norm is %s", self.step, norm)
         self.optimizer.zero_grad(set_to_none=True)
@@ -242,21 +246,23 @@ class Trainer:
     def plan_publish(self, version: int, num_receivers: int = 1, one_host: bool = True) -> PublishPlan:
         """Open a publish. All ranks call the four methods of a publish, as shards are gathered; rank 0 sends.
 
+        A version that was published before is published again as it was, also when the weights have been trained since.
+
         Args:
             num_receivers: engines that take part.
             one_host: whether all of them are on this host.
         """
-        return self.publisher.plan(version, num_receivers, one_host)
+        self._again = self.published is not None and version == self.version
+        return self.publisher.plan(version, num_receivers, one_host, self.published.hf if self.published and self._again else None)
 
     def send_bucket(self, index: int) -> None:
         self.publisher.send_bucket(index)
 
     def end_publish(self) -> dict[str, str]:
         """Returns the checksums of what was sent, by name; {} on ranks other than 0 and when verification is off."""
-        version, checksums = self.publisher.end()
-        self.version = version
-        if self.old_actor is not None:
-            self.old_actor.refresh()
+        self.version, checksums = self.publisher.end()
+        if self.published is not None and not self._again:
+            self.published.refresh()
         return checksums
 
     def abort_publish(self) -> None:
@@ -271,8 +277,10 @@ class Trainer:
 
     def save(self, rollout_id: int, directory: str, force_sync: bool) -> None:
         """Write this role's part of the checkpoint in `directory`; unless forced, training may go on while it is written."""
-        progress = Progress(rollout_id, self.step, self.version)
-        self.checkpointer.save(Path(directory) / self.role, progress, force_sync)
+        # Where a publish is due after this rollout, a resumed run begins with it, and nobody asks for the last one's weights.
+        waits = (rollout_id + 1) % self.args.update_weights_interval != 0
+        progress = Progress(rollout_id, self.step, self.version, self.updates)
+        self.checkpointer.save(Path(directory) / self.role, progress, force_sync, self.published if waits else None)
 
     def wait_for_save(self) -> None:
         self.checkpointer.wait()
@@ -295,8 +303,8 @@ class Trainer:
     def _move(self, device: torch.device) -> None:
         offload.move(self.model, self.optimizer, device)
         self.frozen.move(device)
-        if self.old_actor is not None:
-            self.old_actor.move(device)
+        if self.published is not None:
+            self.published.move(device)
 
     def dispose(self) -> None:
         """Finish what is being saved, leave the group. Idempotent, and fine after an init that failed."""

@@ -12,8 +12,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
 
 import train_async
+from miles.tracking import ledger
 
 ROOT = Path(__file__).parents[2]
 RECIPE = str(ROOT / "recipes" / "tiny" / "run.toml")
@@ -42,6 +46,21 @@ class Finished:
         """Every value that a second run must repeat: all but times."""
         found = [{name: value for name, value in line.items() if not TIMES.match(name)} for line in self.lines]
         return [line for line in found if set(line) - {"rollout_id", "step"}]
+
+    def histories(self):
+        """Group -> what became of it, without times."""
+        return ledger.histories(ledger.read(self.folder / "ledger.jsonl"))
+
+    def weights(self):
+        """Name -> bytes of every tensor of the newest checkpoint's actor, optimizer and random state."""
+        newest = max((self.folder / "checkpoints").glob("rollout_*/COMPLETE")).parent
+        reader = FileSystemReader(newest / "actor")
+        state = {
+            name: torch.empty(entry.size, dtype=entry.properties.dtype)
+            for name, entry in reader.read_metadata().state_dict_metadata.items()
+        }
+        dcp.load(state, storage_reader=reader, no_dist=True)
+        return {name: (tensor.dtype, tensor.numpy().tobytes()) for name, tensor in state.items()}
 
     def trained_groups(self, last=None):
         """rollout_id -> group indices, by the ledger."""

@@ -15,11 +15,10 @@ def test_a_resumed_run_equals_an_uninterrupted_one(drive):
     assert [rollout for rollout, _ in stopped.series("train/loss")] == [0, 1, 2, 3]
     resumed = drive("stopped", "--num-rollout", 6, "--save-interval", 2, "--load", stopped.folder / "checkpoints")
     assert [rollout for rollout, _ in resumed.series("train/loss")] == [0, 1, 2, 3, 4, 5]
-    assert resumed.trained_groups() == whole.trained_groups()
-    # The first batch after a resume is written by the newest weights, as the first of any run, so its lag is 0 and not 1.
-    assert [lag for _, lag in resumed.series("train/weight_lag_max")] == [0, 1, 1, 1, 0, 1]
-    assert resumed.series("train/policy_loss")[:4] == whole.series("train/policy_loss")[:4]
-    assert [version for _, version in resumed.series("rollout/weight_version")][4:] == [5, 5]
+    assert [lag for _, lag in resumed.series("train/weight_lag_max")] == [0, 1, 1, 1, 1, 1]
+    assert resumed.values() == whole.values()
+    assert resumed.histories() == whole.histories()
+    assert resumed.weights() == whole.weights()
 
 
 @pytest.mark.case("C63")

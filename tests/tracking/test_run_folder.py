@@ -72,7 +72,7 @@ def play(args, rollouts: range) -> None:
     if rollouts.start == 0:
         books.note_all("taken", (0, 1))
     else:
-        books.note_all("taken", (rollouts.start * 2, rollouts.start * 2 + 1))
+        books.books = ledger.balance(ledger.read(books.path))
     for rollout in rollouts:
         books.note_all("taken", (rollout * 2 + 2, rollout * 2 + 3))
         books.note_all("trained", (rollout * 2, rollout * 2 + 1), rollout_id=rollout, step=rollout + 1)
@@ -95,6 +95,9 @@ def test_after_a_resume_the_curve_goes_on_without_a_fold_back(make, checkpoint, 
     tracking.finish()
     assert [path.name for path in Path(args.run_root).iterdir()] == ["r"]
     assert sorted(path.name for path in (Path(args.run_dir) / "samples").iterdir()) == [f"rollout_{n:06d}.jsonl" for n in range(3)]
+    books = Ledger(Path(args.run_dir) / "ledger.jsonl")
+    books.rewind(books.path.read_bytes().index(b'{"event": "taken", "group_index": 8,'), 2)
+    books.close()
     play(resumed, range(3, 6))
     read = history.read(args.run_dir)
     assert history.series(read, "rollout/reward") == ([0, 1, 2, 3, 4, 5], [0.0, 0.1, 0.2, 0.3, 0.4, 0.5])

@@ -39,4 +39,5 @@ async def create_rollout_components(args: RunConfig) -> tuple[InferenceControlle
     if args.num_epoch is None:
         raise ValueError("--num-rollout or --num-epoch: one of them says how long the run is")
     args.fill(num_rollout=per_epoch * args.num_epoch)
+    run.per_epoch = per_epoch
     return controller, executor, per_epoch

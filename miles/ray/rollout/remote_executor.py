@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from pathlib import Path
 
 from miles.config.run_config import RunConfig
 from miles.protocols import Engine
@@ -20,6 +22,9 @@ class RemoteExecutor:
 
     def __init__(self, args: RunConfig, run: Run, handle: WorkerHandle) -> None:
         self.args, self._run, self._handle = args, run, handle
+        self._asked = -1  # the last rollout that was asked for
+        self._saving: asyncio.Task[None] | None = None
+        self._saving_id = -1
 
     async def init(self, engines: list[Engine]) -> None:
         await self._run.guard.watch(self._handle.init(engines))
@@ -30,6 +35,7 @@ class RemoteExecutor:
 
     async def get(self, rollout_id: int) -> RolloutDataRef:
         """One rollout, scored and cut into shares."""
+        self._asked = max(self._asked, rollout_id)
         await self._run.guard.halt_if_asked()
         with tracking.timeline().span("executor", "generate", rollout_id=rollout_id):
             try:
@@ -64,9 +70,51 @@ class RemoteExecutor:
         await self._run.guard.watch(self._handle.note_trained(rollout_id, step))
 
     async def save(self, rollout_id: int) -> None:
-        """Save the data's state as of the last trained rollout."""
-        await self._run.guard.watch(self._handle.save(rollout_id, self._run.checkpoints.begin(rollout_id)))
+        """Save the data's state as of the last trained rollout, and what was generated since.
+
+        Returns at once when the next rollout is being generated: this part of the checkpoint is written when that is done, so that
+        a resumed run trains on the same batch. Asked for by the sentinel, it returns when all is on disk.
+        """
+        await self.settle_save()
+        folder = self._run.checkpoints.begin(rollout_id)
+        ahead = self._asked if self._asked > rollout_id else None
+        self._saving = asyncio.get_running_loop().create_task(self._save(rollout_id, folder, ahead), name=f"save of rollout {rollout_id}")
+        self._saving.add_done_callback(self._saved)
+        self._saving_id = rollout_id
+        if ahead is None or self._is_asked_from_outside():
+            await self.settle_save()
+
+    async def save_now(self, rollout_id: int, grace: float) -> None:
+        """As `save`, done when this returns: after `grace` seconds without what is being generated, which is started again then."""
+        folder = self._run.checkpoints.begin(rollout_id)
+        if self._saving_id != rollout_id:
+            await self.save(rollout_id)
+        if self._saving is not None and not (await asyncio.wait({self._saving}, timeout=grace))[0]:
+            logger.warning("rollout %d is saved without the next one, which is not done within %g s", rollout_id, grace)
+            self._saving.cancel()
+            await asyncio.gather(self._saving, return_exceptions=True)
+            self._saving = None
+            await self._save(rollout_id, folder, None, wait=False)
+        await self.settle_save()
+
+    async def settle_save(self) -> None:
+        """Wait for this side's part of the last checkpoint."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            await self._run.guard.watch(saving)
+
+    def _saved(self, task: asyncio.Task[None]) -> None:
+        """Nobody may be waiting for a save that fails."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._run.guard.fail(error)
+
+    async def _save(self, rollout_id: int, folder: str, ahead: int | None, wait: bool = True) -> None:
+        await self._handle.save(rollout_id, folder, ahead, wait)
         self._run.checkpoints.written(rollout_id, "executor")
+
+    def _is_asked_from_outside(self) -> bool:
+        sentinel = self.args.save_trigger_sentinel
+        return sentinel is not None and (Path(sentinel).exists() or Path(f"{sentinel}.saving").exists())
 
     async def load(self, rollout_id: int) -> None:
         """Go on after `rollout_id`, from the checkpoint that --load names."""
@@ -75,4 +123,10 @@ class RemoteExecutor:
         await self._run.guard.watch(self._handle.load(rollout_id, directory))
 
     async def dispose(self) -> None:
+        """Finish what is being saved, unless the run failed, and end the worker. Idempotent."""
+        if self._run.guard.failed and self._saving is not None:
+            self._saving.cancel()
+            await asyncio.gather(self._saving, return_exceptions=True)
+            self._saving = None
+        await self.settle_save()
         await self._run.manager.dispose_worker(self._handle)

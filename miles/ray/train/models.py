@@ -47,7 +47,7 @@ async def create_training_models(args: RunConfig, rollout_executor: RemoteExecut
             if args.use_critic and args.offload_train:
                 await group.onload()
             await group.save_model(rollout_id, force_sync=True)
-        await rollout_executor.save(rollout_id)
+        await rollout_executor.save_now(rollout_id, args.save_grace)
 
     run.checkpoints.parts = (*roles, "executor")
     run.save_all = save_all
