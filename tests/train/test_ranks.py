@@ -106,6 +106,12 @@ def test_tied_weights_stay_one_and_travel_once(together: dict[str, Any]) -> None
     close(publish["target"], {name.removeprefix("hf."): tensor for name, tensor in together["weights"].items()}, 1e-12)
 
 
+def test_no_rank_ever_holds_the_whole_model(together: dict[str, Any]) -> None:
+    publish = together["publish"]
+    assert 0 < publish["peak"] <= 2 * publish["largest"]
+    assert publish["peak"] < sum(tensor.nbytes for tensor in publish["target"].values()) / 2
+
+
 def test_two_ranks_read_what_one_wrote(together: dict[str, Any], alone: dict[str, Any]) -> None:
     close(together["weights_resumed"], alone["weights_next"])
 

@@ -4,6 +4,7 @@ Each scenario returns what the tests look at; rank 0 writes all of it to FOLDER/
 """
 
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from miles.algorithms.aggregation import token_weights
+from miles.train import publish
 from miles.train.mesh import Ranks
 from miles.train.optimizer import clip_gradients
 from miles.train.sharding import add_gradients, full
@@ -65,8 +67,23 @@ def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: full(p.detach()).clone() for name, p in trainer.model.named_parameters()}
 
 
+class Gathered:
+    """Stands before `full` in a publish and notes how many bytes of whole tensors live at once."""
+
+    def __init__(self) -> None:
+        self.made: list[weakref.ref[torch.Tensor]] = []
+        self.peak = 0
+
+    def __call__(self, shard: torch.Tensor) -> torch.Tensor:
+        whole = full(shard)
+        self.made.append(weakref.ref(whole))
+        self.peak = max(self.peak, sum(tensor.nbytes for made in self.made if (tensor := made()) is not None))
+        return whole
+
+
 def published(trainer: Trainer) -> dict[str, Any]:
     """One publish into parameters of our own, beside which it is compared."""
+    publish.full = gathered = Gathered()
     target = {name: torch.zeros(p.shape) for name, p in trainer.model.hf.named_parameters()}
     loader = WeightLoader(target)
     plan = trainer.plan_publish(1)
@@ -79,7 +96,18 @@ def published(trainer: Trainer) -> dict[str, Any]:
     received = loader.finish() if trainer.ranks.rank == 0 else {}
     loader.dispose()
     sent = trainer.end_publish()
-    return {"target": target, "sent": sent, "received": received, "buckets": len(plan.buckets), "checksums": trainer.weights_checksum()}
+    publish.full = full
+    largest = max(tensor.nbytes for tensor in target.values())
+    assert gathered.peak <= 2 * largest, "on every rank"
+    return {
+        "peak": gathered.peak,
+        "largest": largest,
+        "target": target,
+        "sent": sent,
+        "received": received,
+        "buckets": len(plan.buckets),
+        "checksums": trainer.weights_checksum(),
+    }
 
 
 def main(rank: int, port: int, folder: Path, model: str) -> None:
