@@ -14,6 +14,8 @@ from miles.weights.receiver import WeightLoader, Write
 SKIPPED = "skipped: "
 """Starts the finding of a tensor that is reported but not compared."""
 
+QUANTISED = {torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8}
+
 
 class ServedWeights:
     """A model's parameters under their Hugging Face names, tied ones once.
@@ -87,7 +89,7 @@ class ServedWeights:
                 compare (with the snapshot), checksum.
             selector: all, target or draft; this engine has a target only.
             skip_list: tensors whose name contains one of these are reported by compare, not judged.
-            allow_quant_error: without effect here, as nothing is quantised.
+            allow_quant_error: elements of a quantised tensor (8 bits) may differ by one unit in the last place.
             seed: of reset_tensors.
 
         Returns:
@@ -98,7 +100,7 @@ class ServedWeights:
         actions: dict[str, Callable[[], dict[str, str]]] = {
             "snapshot": self.snapshot,
             "reset_tensors": lambda: self._reset(seed),
-            "compare": lambda: self._compare(skip_list),
+            "compare": lambda: self._compare(skip_list, allow_quant_error),
             "checksum": self._checksum,
         }
         if action not in actions:
@@ -117,18 +119,28 @@ class ServedWeights:
             tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.02)
         return {}
 
-    def _compare(self, skip_list: Sequence[str]) -> dict[str, str]:
+    def _compare(self, skip_list: Sequence[str], allow_quant_error: bool) -> dict[str, str]:
         if not self._snapshot:
             raise ValueError("check_weights compare: there is no snapshot to compare with")
         found = {}
         for name, tensor in self.parameters.items():
             expected, own = self._snapshot[name], tensor.detach().cpu()
-            if torch.equal(own, expected):
+            if torch.equal(own.double(), expected.double()):
+                continue
+            if allow_quant_error and own.dtype in QUANTISED and int((_ordinal(own) - _ordinal(expected)).abs().max()) <= 1:
                 continue
             gap = (own.double() - expected.double()).abs()
-            how = f"{int((own != expected).sum())} of {own.numel()} elements differ, by at most {float(gap.max()):.3g}"
+            how = f"{int((gap != 0).sum())} of {own.numel()} elements differ, by at most {float(gap.max()):.3g}"
             found[name] = (SKIPPED if any(part in name for part in skip_list) else "") + how
         return found
 
     def _checksum(self) -> dict[str, str]:
         return {name: checksum(tensor, kind_for(tensor.device)) for name, tensor in self.parameters.items()}
+
+
+def _ordinal(tensor: Tensor) -> Tensor:
+    """The place of each 8-bit value among all values of its type: neighbours differ by 1."""
+    if not tensor.is_floating_point():
+        return tensor.to(torch.int16)
+    bits = tensor.view(torch.uint8).to(torch.int16)
+    return torch.where(bits >= 128, 128 - bits, bits)  # sign and magnitude; both zeros are one

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from miles.config.run_config import RunConfig
 from miles.engines.embedded.engine import EmbeddedEngine
+from miles.engines.served_weights import ServedWeights
 from miles.types import Completion, FinishReason, GenerateRequest, PauseMode, SamplingParams
 from miles.weights.compare import compare_checksums
 from miles.weights.sender import WeightPublisher
@@ -291,6 +292,24 @@ async def test_check_weights(start: Start, trainer: Publisher) -> None:
     for options, message in (({"action": "guess"}, "action"), ({"action": "compare", "selector": "none"}, "selector")):
         with pytest.raises(ValueError, match=message):
             await engine.check_weights(**options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8])
+def test_one_unit_in_the_last_place_of_a_quantised_type_may_be_allowed(dtype: torch.dtype) -> None:
+    values = torch.tensor([0, 1, 2, 100, 120], dtype=torch.uint8).view(dtype)
+    module = torch.nn.Module()
+    module.register_parameter("quantised", torch.nn.Parameter(values.clone(), requires_grad=False))
+    module.register_parameter("plain", torch.nn.Parameter(torch.ones(3)))
+    weights = ServedWeights(dict(module.named_parameters()), 1.0)
+    weights.check("snapshot")
+    for steps, allowed in ((0, True), (1, True), (2, False)):
+        module.quantised.view(torch.uint8).copy_(values.view(torch.uint8) + torch.tensor([0, steps, 0, steps, 0], dtype=torch.uint8))
+        assert bool(weights.check("compare")) == (steps > 0)
+        assert bool(weights.check("compare", allow_quant_error=True)) != allowed
+    module.quantised.copy_(values)
+    with torch.no_grad():
+        module.plain[0] = torch.nextafter(module.plain[0], torch.tensor(2.0))
+    assert set(weights.check("compare", allow_quant_error=True)) == {"plain"}, "what is not quantised is equal or differs"
 
 
 async def test_compare_needs_a_snapshot(engine: EmbeddedEngine) -> None:
