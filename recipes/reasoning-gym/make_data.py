@@ -11,7 +11,8 @@ from typing import Any
 
 import reasoning_gym
 
-CHAIN_SUM = {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}
+CHAIN_SUM = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+"""200 different questions: 64 held out, 135 to learn from, and the solved one."""
 
 
 def entries(task: str, count: int, seed: int, options: dict[str, Any]) -> list[dict[str, Any]]:
@@ -32,7 +33,7 @@ def row(entry: dict[str, Any], example: dict[str, Any]) -> str:
 def make(
     directory: Path,
     task: str = "chain_sum",
-    num_train: int = 512,
+    num_train: int = 135,
     num_held_out: int = 64,
     *,
     seed: int = 0,
@@ -49,12 +50,13 @@ def main() -> None:
     parser.add_argument("--task", default="chain_sum", help="a task of reasoning-gym")
     parser.add_argument("--options", type=json.loads, help="the task's options as JSON, such as '{\"max_terms\": 4}'")
     parser.add_argument("--out", type=Path, help="folder for the two files; default: data/TASK")
-    parser.add_argument("--train", type=int, default=512, help="questions to train on")
+    parser.add_argument("--train", type=int, help="questions to train on; default: 512, or the 135 that the recipe's own task has")
     parser.add_argument("--held-out", type=int, default=64, help="questions kept for evaluation")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     options = args.options if args.options is not None else (CHAIN_SUM if args.task == "chain_sum" else {})
-    make(args.out or Path("data") / args.task, args.task, args.train, args.held_out, seed=args.seed, options=options)
+    train = args.train or (135 if options is CHAIN_SUM else 512)
+    make(args.out or Path("data") / args.task, args.task, train, args.held_out, seed=args.seed, options=options)
 
 
 if __name__ == "__main__":
