@@ -1,12 +1,14 @@
 """The acceptance runs: every kind of run ends well, with the steps it was asked for."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 import train
 from miles.ray.worker_process import free_port
 
+ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.filterwarnings("default")  # as users run it
 
 
@@ -54,6 +56,23 @@ def test_eval(drive):
     points = [(line["rollout_id"], line["step"]) for line in run.lines if "eval/sums/reward" in line]
     assert points == [(0, 0), (1, 2), (3, 4)]
     assert all(count == 8 for _, count in run.series("eval/sums/count"))
+
+
+@pytest.mark.case("C77")
+def test_eval_beside_generation_that_never_stops(drive):
+    """A set of 32 answers takes longer than a training step: no answer is cut off, a point has one version, and nothing is mixed."""
+    run = drive("beside", "--fully-async", "--num-rollout", 5, "--eval-interval", 2, "--eval-samples-per-prompt", 4, "--save-samples", 99)
+    assert [rollout for rollout, _ in run.series("eval/sums/count")] == [0, 1, 3, 4]
+    assert [count for _, count in run.series("eval/sums/count")] == [8] * 4
+    assert [failed for _, failed in run.series("eval/sums/failed")] == [0] * 4
+    logs = "".join(path.read_text() for path in (run.folder / "logs").glob("*"))
+    assert "several weight versions" not in logs
+    assert "aborted" not in logs
+    assert steps(run) == [0, 1, 2, 3, 4]
+    held_out = {json.loads(line)["prompt"] for line in (ROOT / "recipes" / "tiny" / "held_out.jsonl").read_text().splitlines()}
+    samples = [line for path in (run.folder / "samples").glob("rollout_*") for line in path.read_text().splitlines()]
+    assert samples
+    assert not [line for line in samples if any(prompt in json.loads(line)["prompt"] for prompt in held_out)]
 
 
 @pytest.mark.case("C55")
