@@ -42,7 +42,7 @@ class DataSection(Section):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Extra arguments of the chat template, such as enable_thinking."""
     max_prompt_length: int | None = Field(None, ge=1)
-    """Prompts with more tokens than this, templated, are left out and counted."""
+    """Prompts with more tokens than this, templated, are left out; rollout/prompts_left_out counts them and bad rows."""
     skip_bad_rows: bool = False
     """Leave out rows that cannot be read, and say how many, instead of ending with the file and line of the first."""
     shuffle: bool = True

@@ -70,6 +70,7 @@ class DatasetSource:
     ):
         if not rows:
             raise ValueError("a data source needs at least one prompt")
+        self.num_left_out = 0  # rows of the files that are never drawn, as they are bad or too long
         self._rows = rows
         self._n = n_samples_per_prompt
         self._by = order or Order((len(rows),), seed, shuffle)

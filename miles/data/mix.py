@@ -57,7 +57,7 @@ def load_source(args: RunConfig, tokenizer: Any) -> DatasetSource:
     if field is not None:
         difficulty = np.concatenate([np.asarray(each.difficulty, np.float64) for each in sets.values()])
     rows = [each.rows for each in sets.values()]
-    return DatasetSource(
+    source = DatasetSource(
         rows[0] if len(rows) == 1 else Joined(rows),
         args.n_samples_per_prompt,
         seed=args.seed,
@@ -68,3 +68,5 @@ def load_source(args: RunConfig, tokenizer: Any) -> DatasetSource:
         difficulty=difficulty,
         measure=args.curriculum == PASS_RATE,
     )
+    source.num_left_out = sum(each.num_skipped + each.num_too_long for each in sets.values())
+    return source

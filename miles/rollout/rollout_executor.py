@@ -132,6 +132,9 @@ class RolloutExecutor:
         self.saves.note_drained(done)
         return ref
 
+    def _left_out(self) -> dict[str, float]:
+        return {"rollout/prompts_left_out": float(self.data.num_left_out)} if self.data.num_left_out else {}
+
     def _store(self, done: Drained) -> RolloutDataRef:
         groups, version, args = done.output.groups, done.weight_version, self.args
         ready = time.time()
@@ -141,7 +144,7 @@ class RolloutExecutor:
             rollout_id=done.rollout_id,
             shares=[self.store.put(share) for share in shares],
             num_samples=data.num_samples,
-            metrics=rollout_metrics(groups, data, version) | done.output.metrics,
+            metrics=rollout_metrics(groups, data, version) | done.output.metrics | self._left_out(),
             group_indices=[group.group_index for group in groups],
             times=[group.times for group in groups],
             ready=ready,

@@ -300,6 +300,15 @@ async def test_a_call_that_is_cancelled_while_dispose_runs_is_cancelled_and_no_e
         await pending
 
 
+@pytest.mark.case("C23")
+async def test_prompts_that_are_left_out_are_in_the_metrics(make_args: MakeArgs, start: Start) -> None:
+    rows = [{"prompt": "short", "label": "1"}] * 4 + [{"prompt": "long " * 50, "label": "1"}] * 3 + [{"text": "none"}]
+    executor = await start(make_args(rows, max_prompt_length=40, skip_bad_rows=True), ScriptedEngine())
+    assert (await executor.get(0)).metrics["rollout/prompts_left_out"] == 4
+    whole = await start(make_args(4), ScriptedEngine())
+    assert "rollout/prompts_left_out" not in (await whole.get(0)).metrics
+
+
 async def test_unscored_samples_are_counted_and_kept_out(make_args: MakeArgs, start: Start) -> None:
     rows = [{"prompt": f"question {number}", "label": [1.0, None]} for number in range(4)]
     executor = await start(make_args(rows, reward="tests.rollout.plugs.by_label"), ScriptedEngine())
