@@ -5,8 +5,9 @@ import math
 import pytest
 
 from miles.data.rollout_data import pack
+from miles.rollout.generate import append_completion, append_environment
 from miles.rollout.metrics import rollout_metrics
-from miles.types import PromptGroup, Sample, SampleStatus, VersionSpan
+from miles.types import Completion, FinishReason, PromptGroup, Sample, SampleStatus, VersionSpan
 
 
 def sample(index: int, reward: float | None, spans: list[tuple[int, int, int]], mask: list[int], status: SampleStatus) -> Sample:
@@ -41,6 +42,20 @@ def test_the_metrics_of_a_batch() -> None:
     assert metrics["rollout/reward_details/format"] == 1.0
     assert metrics["rollout/uniform_groups_share"] == 0.5
     assert metrics["rollout/cached_prompt_share"] == 6 / 12
+
+
+def test_tokens_that_read_an_older_cache_are_told_one_by_one_and_counted() -> None:
+    """Two turns, each with a publish in place: their offsets are those of the whole response."""
+    whole = Sample(0, 0, "", [1, 2, 3])
+    for turn in range(2):
+        spans = [VersionSpan(0, 2, turn), VersionSpan(2, 5, turn + 1)]
+        stale = [VersionSpan(2, 5, turn)]
+        append_completion(whole, Completion(f"t{turn}", [7] * 5, [-0.1] * 5, FinishReason.STOP, spans, 0, 3, stale))
+        append_environment(whole, [8, 8])
+    whole.reward = 1.0
+    assert whole.cache_spans == [(2, 5, 0), (9, 12, 1)]
+    groups = [PromptGroup(0, 0, 0, [whole])]
+    assert rollout_metrics(groups, pack(groups), weight_version=2)["rollout/stale_cache_tokens"] == 6
 
 
 def test_a_batch_without_scores_has_no_reward_and_no_nan() -> None:
