@@ -28,7 +28,7 @@ class Noise(NamedTuple):
 
 NOISE = {"float32": Noise(1e-4, 5e-3), "bfloat16": Noise(0.05, 1.5)}
 """By --dtype: some tens of times what engines and trainers of equal weights were seen to differ by."""
-SAMPLES = 8
+SAMPLES = 4
 """Samples of a rank that are looked at more closely once something is wrong."""
 
 
@@ -148,18 +148,23 @@ class FirstStep:
         """Another temperature at which the trainer's log-probs are the engines'. None: there is none between 1/8 and 8 times ours."""
         model, ours = self.model, self.model.scale
 
-        def gap(octaves: float) -> float:
+        def gaps(octaves: float) -> Tensor:
             model.scale = ours / 2.0**octaves
             logprobs, places = self._alone()
-            return self._distance(logprobs, self.columns.rollout_logprobs, places)[0]
+            return (logprobs - self.columns.rollout_logprobs)[places].double()
+
+        def mean(gap: Tensor) -> float:
+            total, count = self.ranks.sum(torch.stack([gap.abs().sum(), gap.new_tensor(float(len(gap)))])).tolist()
+            return total / count if count else float("nan")
 
         try:
-            best = min(np.linspace(-3, 3, 25).tolist(), key=gap)
-            low, high = best - 0.25, best + 0.25
-            for _ in range(20):  # thirds: the gap has one valley
-                a, b = low + (high - low) / 3, high - (high - low) / 3
-                low, high = (low, b) if gap(a) < gap(b) else (a, high)
-            octaves = (low + high) / 2
-            return self.args.temperature * 2.0**octaves if gap(octaves) <= self.noise.mean and abs(octaves) > 1e-3 else None
+            octaves: float = min(range(-3, 4), key=lambda whole: mean(gaps(whole)))
+            for _ in range(6):  # Gauss and Newton: at the right one all gaps are 0 at once
+                gap = gaps(octaves)
+                slope = (gaps(octaves + 1e-3) - gap) / 1e-3
+                along, length = self.ranks.sum(torch.stack([slope @ gap, slope @ slope])).tolist()
+                octaves -= max(-1.0, min(1.0, along / length)) if length else 0.0
+            found = mean(gaps(octaves)) <= self.noise.mean and abs(octaves) > 1e-3
+            return self.args.temperature * 2.0**octaves if found else None
         finally:
             model.scale = ours
