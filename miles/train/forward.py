@@ -30,4 +30,4 @@ def evaluate(model: TrainedModel, batches: Sequence[MicroBatch], out: Tensor) ->
     """Write the model's log-probs (or values) of the batches' trained tokens into `out`: float32 [own tokens]."""
     for batch in batches:
         moved = batch.to(out.device)
-        out[moved.tokens] = run(model, moved)[0]
+        out[moved.tokens] = run(model, moved)[0].to(out.dtype)

@@ -5,10 +5,12 @@ The trainer's own path (shares, columns, packing, passes, weighted sums) on a ti
 """
 
 import copy
+import itertools
 import math
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import hypothesis.strategies as st
@@ -113,8 +115,16 @@ def plain_pass(hf: torch.nn.Module, data: RolloutData, sample: int) -> tuple[tor
     return logp.gather(-1, ids[1:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
-def realistic(trainer: Trainer, seed: int) -> tuple[RolloutData, np.ndarray]:
-    """A batch whose rollout log-probs lie near the policy's, of several weight versions, one sample unscored; and a critic's values."""
+@dataclass
+class Batch:
+    """A batch whose rollout log-probs lie near the policy's, of several weight versions, one sample unscored."""
+
+    data: RolloutData
+    values: np.ndarray  # float32 [tokens] a critic's
+    frozen: dict[str, list[list[float]]]  # of reference and teacher: by sample, log-probs of all tokens but the first
+
+
+def realistic(trainer: Trainer, seed: int) -> Batch:
     data = make_data(seed, groups=3, siblings=3, longest=6)
     rng = np.random.default_rng(seed)
     with torch.no_grad():
@@ -125,16 +135,25 @@ def realistic(trainer: Trainer, seed: int) -> tuple[RolloutData, np.ndarray]:
             data.rollout_logprobs[own] = np.where(data.loss_mask[own], noisy, 0.0)
             data.weight_versions[own] = np.where(data.loss_mask[own], rng.integers(0, NEWEST + 1), -1)
     data.rewards[rng.integers(data.num_samples)] = np.nan
-    return data, rng.normal(0, 1, len(data.token_ids)).astype(np.float32)
+    frozen = {}
+    with torch.no_grad():
+        for part in ("reference", "teacher"):
+            hf = trainer.frozen.get(part).hf
+            frozen[part] = [plain_pass(hf, data, s)[0].tolist() for s in range(data.num_samples)]
+    return Batch(data, rng.normal(0, 1, len(data.token_ids)).astype(np.float32), frozen)
 
 
-def expected(trainer: Trainer, data: RolloutData, values: np.ndarray, args: RunConfig) -> tuple[float, list[torch.Tensor]]:
-    answers = []
+@pytest.fixture(scope="module")
+def batches(trainer: Trainer) -> list[Batch]:
+    return [realistic(trainer, seed) for seed in range(6)]
+
+
+def expected(trainer: Trainer, batch: Batch, args: RunConfig) -> tuple[float, list[torch.Tensor]]:
+    answers, data, values = [], batch.data, batch.values
     for s in range(data.num_samples):
         answer = Answer(int(data.group_indices[s]), float(data.rewards[s]))
         logprobs, entropies = plain_pass(trainer.model.hf, data, s)
-        with torch.no_grad():
-            refs, teachers = (plain_pass(trainer.frozen.get(part).hf, data, s)[0].tolist() for part in ("reference", "teacher"))
+        refs, teachers = batch.frozen["reference"][s], batch.frozen["teacher"][s]
         start = int(data.offsets[s]) + 1
         for i in np.flatnonzero(data.loss_mask[start : int(data.offsets[s + 1])]):
             place = start + int(i)
@@ -169,12 +188,16 @@ def computed(trainer: Trainer, data: RolloutData, values: np.ndarray, args: RunC
 
 
 @pytest.mark.case("C40")
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-@rules(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@pytest.mark.parametrize(
+    ("estimator", "loss"), [pair for pair in itertools.product(ESTIMATORS, LOSSES) if pair[0] != "sft" or pair[1] == "clipped"]
+)
+@rules(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(draw=st.data())
-def test_every_split_gives_the_loss_and_gradient_of_the_formulas(trainer: Trainer, estimator: str, loss: str, draw: Any) -> None:
-    seed = draw.draw(st.integers(0, 10_000), "seed")
+def test_every_split_gives_the_loss_and_gradient_of_the_formulas(
+    trainer: Trainer, batches: list[Batch], estimator: str, loss: str, draw: Any
+) -> None:
+    batch = batches[draw.draw(st.integers(0, len(batches) - 1), "batch")]
+    data, values = batch.data, batch.values
     changes = ESTIMATORS[estimator] | LOSSES[loss] | CORRECTIONS[draw.draw(st.sampled_from(list(CORRECTIONS)), "correction")]
     changes |= draw.draw(st.sampled_from(EXTRAS), "extra")
     changes |= {
@@ -185,22 +208,21 @@ def test_every_split_gives_the_loss_and_gradient_of_the_formulas(trainer: Traine
     if "teacher_coef" not in changes:
         changes["teacher_checkpoint"] = None
     args = trainer.args.model_copy(update=changes)
-    data, values = realistic(trainer, seed)
-    want, gradients = expected(trainer, data, values, args)
+    want, gradients = expected(trainer, batch, args)
     order = np.array(draw.draw(st.permutations(range(data.num_samples)), "order"))
     tokens = np.concatenate([np.arange(data.offsets[p], data.offsets[p + 1]) for p in order])
     got, sums = computed(trainer, select(data, order), values[tokens], args, draw.draw(st.integers(1, 3), "ranks"))
-    assert got == pytest.approx(want, rel=1e-5, abs=1e-6)
+    assert got == pytest.approx(want, rel=1e-6, abs=1e-6)
     scale = max(float(g.abs().max()) for g in gradients if g is not None)
     assert math.isfinite(scale)
     for wanted, found in zip(gradients, sums, strict=True):
-        assert wanted is None or float((wanted - found).abs().max()) <= 1e-5 * scale + 1e-9
+        assert wanted is None or float((wanted - found).abs().max()) <= 1e-6 * max(1.0, scale)
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS)
-def test_every_correction_does_something(trainer: Trainer, correction: str) -> None:
+def test_every_correction_does_something(trainer: Trainer, batches: list[Batch], correction: str) -> None:
     """So that the test above compares no corrections that leave everything as it is."""
-    data, values = realistic(trainer, 1)
+    data, values = batches[1].data, batches[1].values
     plain = trainer.args.model_copy(update={"teacher_checkpoint": None})
     corrected = plain.model_copy(update=CORRECTIONS[correction])
     (before, _), (after, _) = (computed(trainer, data, values, args, 1) for args in (plain, corrected))
