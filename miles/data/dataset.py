@@ -57,10 +57,12 @@ class RowsOnDisk(Sequence[PromptRow]):
         self._path, self._file, self._tokenizer, self._args = path, file, tokenizer, args
         self._places = array("q")
         self._numbers = array("q")
+        self._kind = "row"
 
     def note(self, found: Found) -> None:
         self._places.append(found.place)
-        self._numbers.append(int(found.origin.split()[1]))
+        self._kind, number = found.origin.split()
+        self._numbers.append(int(number))
 
     def __len__(self) -> int:
         return len(self._places)
@@ -72,7 +74,7 @@ class RowsOnDisk(Sequence[PromptRow]):
     def __getitem__(self, index: int | slice) -> PromptRow | list[PromptRow]:
         if isinstance(index, slice):
             return [self[place] for place in range(*index.indices(len(self)))]
-        origin = f"row {self._numbers[index]}"
+        origin = f"{self._kind} {self._numbers[index]}"
         try:
             text, row = read_row(self._tokenizer, origin, self._file.at(self._places[index]), self._args)
         except ValueError as error:
@@ -83,10 +85,9 @@ class RowsOnDisk(Sequence[PromptRow]):
 class _Keeper:
     """Takes checked rows, encodes them in batches, and keeps those that are short enough."""
 
-    def __init__(self, path: str, file: RowFile, tokenizer: Any, args: DataSection):
-        self.tokenizer, self.args = tokenizer, args
+    def __init__(self, tokenizer: Any, args: DataSection, lazy: RowsOnDisk | None):
+        self.tokenizer, self.args, self.lazy = tokenizer, args, lazy
         self.rows: list[PromptRow] = []
-        self.lazy = RowsOnDisk(path, file, tokenizer, args) if args.lazy_data else None
         self.difficulty = array("d")
         self.num_too_long = 0
         self.lengths: tuple[int, int] = (2**31, 0)
@@ -115,7 +116,7 @@ class _Keeper:
         self.characters = 0
 
 
-def load_prompts(path: str, tokenizer: Any, args: DataSection, difficulty: str | None = None) -> PromptSet:
+def load_prompts(path: str, tokenizer: Any, args: DataSection, difficulty: str | None = None, *, lazy: bool = False) -> PromptSet:
     """Read a .jsonl, .json or .parquet file or a directory of datasets.save_to_disk.
 
     Every row is checked and rendered here, so that nothing in the data can end a run later. Length is that of the ids
@@ -123,12 +124,13 @@ def load_prompts(path: str, tokenizer: Any, args: DataSection, difficulty: str |
 
     Args:
         difficulty: the field (of a row or its metadata) with its difficulty, a number.
+        lazy: keep only the rows' places.
 
     Raises:
         ValueError: no such file, nothing left in it, or (without skip_bad_rows) file, line, field and reason of the first bad row.
     """
     file = open_rows(path)
-    keeper = _Keeper(path, file, tokenizer, args)
+    keeper = _Keeper(tokenizer, args, RowsOnDisk(path, file, tokenizer, args) if lazy else None)
     skipped: list[str] = []
     num_skipped = 0
     for found in file:

@@ -65,7 +65,7 @@ def run(program: str, given: str = "", *, seconds: float, memory_mb: int) -> Ran
             "memory": memory_mb * 2**20,
             "cpu": max(1, round(seconds)),
             "file_size": 8 * MOST_OUTPUT,
-            "processes": PROCESSES,
+            "processes": PROCESSES + 8,
         }
         process, fault = _start(path, orders), ""
         try:
@@ -88,7 +88,7 @@ def has_namespaces() -> bool:
             "memory": 2**32,
             "cpu": 30,
             "file_size": 2**20,
-            "processes": PROCESSES,
+            "processes": PROCESSES + 8,
         }
         tried = subprocess.run(
             [sys.executable, "-I", sandbox_child.__file__, json.dumps(orders)], capture_output=True, text=True, check=False

@@ -85,6 +85,20 @@ def test_a_bad_row_is_told_with_file_line_and_reason_or_skipped(tokenizers, tmp_
 
 
 @pytest.mark.case("C21")
+@pytest.mark.parametrize("name", ["d.jsonl", "d.json", "d.parquet", "saved"])
+@pytest.mark.parametrize("lazy", [False, True])
+def test_every_kind_of_file_tells_the_row_and_the_field(tokenizers, tmp_path, name, lazy):
+    rows = [{"prompt": [{"role": role, "content": "x"}]} for role in ("user", "oracle", "user")]
+    path = write(tmp_path / name, rows)
+    lazy = lazy and name in ("d.jsonl", "saved")
+    with pytest.raises(BadRowError, match=rf"{name}, (line|row) 2: field 'prompt': message 1 has the role 'oracle'"):
+        load_prompts(path, tokenizers(), DataSection(), lazy=lazy)
+    read = load_prompts(path, tokenizers(), DataSection(skip_bad_rows=True), lazy=lazy)
+    assert [row.origin.split()[1] for row in read.rows] == ["1", "3"]
+    assert read.num_skipped == 1
+
+
+@pytest.mark.case("C21")
 def test_bytes_that_are_no_text_and_blank_lines_and_bom(tokenizers, tmp_path):
     path = tmp_path / "d.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\n   \n{"prompt": "\xff"}\n{"prompt": "b"}')

@@ -130,7 +130,7 @@ def test_lazy_rows_are_the_rows(tokenizers, tmp_path, name):
     path = write(tmp_path / name, rows)
     args = resolve(["--max-prompt-length", "30"], check=False)
     held = load_prompts(path, tokenizers(), args)
-    lazy = load_prompts(path, tokenizers(), args.model_copy(update={"lazy_data": True}))
+    lazy = load_prompts(path, tokenizers(), args, lazy=True)
     assert len(lazy.rows) == len(held.rows)
     assert [(row.prompt, list(row.prompt_ids), row.label, row.metadata) for row in lazy.rows] == [
         (row.prompt, list(row.prompt_ids), row.label, row.metadata) for row in held.rows
