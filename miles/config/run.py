@@ -22,6 +22,8 @@ class RunSection(Section):
     """Check weights, ids, sampling, log-probs, ratio, KL and gold rewards of the first step; what is wrong ends the run, by its kind."""
     debug_exit_after_rollout: int | None = Field(None, ge=1)
     """Stop cleanly after so many rollouts of this process."""
+    debug_kill: str | None = None
+    """POINT@ROLLOUT: the process that gets to this point of `miles/config/kill_points.py` is killed there (tests of resuming)."""
     colocate: bool = False
     """Trainer and engines take turns on the same devices (train.py only)."""
     offload_train: bool = False

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,7 @@ class Checkpoints:
         self.directory = Path(directory).expanduser().absolute()
         self.keep = keep
         self.parts: Collection[str] = ("actor", "executor")
+        self.reached: Callable[[str, int], None] = lambda point, rollout_id: None
         self.last_complete: int | None = None
         self._written: dict[int, set[str]] = {}
 
@@ -52,7 +53,9 @@ class Checkpoints:
             return False
         del self._written[rollout_id]
         folder = self.folder(rollout_id)
+        self.reached("before_complete", rollout_id)
         _write(folder / COMPLETE, json.dumps({"rollout_id": rollout_id, "parts": sorted(done), "time": round(time.time(), 3)}) + "\n")
+        self.reached("after_complete", rollout_id)
         _write(self.directory / "latest", folder.name + "\n")
         self.last_complete = rollout_id
         logger.info("rollout %d is saved in %s", rollout_id, folder)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
+from miles.config.kill_points import reached
 from miles.config.periodic import should_run_periodic_action
 from miles.config.run_config import RunConfig
 from miles.protocols import Engine, ProcessGone
@@ -72,6 +73,7 @@ async def update_weights(
     while True:
         engines = await guard.watch(controller.start_update_weights())
         try:
+            _reached(args, "before_publish", rollout_id)
             async with asyncio.timeout(args.publish_timeout):
                 version = await guard.watch(actor.update_weights(engines, rollout_id))
             break
@@ -89,6 +91,7 @@ async def update_weights(
             logger.warning("a publish failed and is tried again (%d of %d): %s", failures, args.publish_retries, error)
     run.published = rollout_id
     await guard.watch(controller.end_update_weights(version))
+    _reached(args, "after_publish", rollout_id)
     await executor.set_weight_version(version)
     controller.on_resume(lambda engine: _republish(args, actor, engine))
     if rollout_id is None:
@@ -106,6 +109,11 @@ async def _evaluate_if_missed(args: RunConfig, actor: Publisher, executor: Execu
         evals = EvalDispatcher(args, actor, executor)
         await evals.dispatch(last, force=True)
         await evals.drain()
+
+
+def _reached(args: RunConfig, point: str, rollout_id: int | None) -> None:
+    """The first publish of a process is not of a rollout."""
+    reached(args, point, -1 if rollout_id is None else rollout_id)
 
 
 async def _republish(args: RunConfig, actor: Publisher, engine: Engine) -> int:

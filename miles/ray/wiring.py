@@ -7,11 +7,13 @@ import contextlib
 import logging
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
 
+from miles.config.kill_points import reached
 from miles.config.run_config import RunConfig
 from miles.fault_tolerance import api_server, mini_ft_controller
 from miles.ray import run as runs
@@ -47,6 +49,7 @@ def launch(args: RunConfig) -> Run:
         raise
     manager = WorkerManager(f"{args.run_dir}/logs", args.shutdown_timeout, args.log_level, cluster)
     run = Run(args, manager, RunGuard(), Checkpoints(args.checkpoint_dir, args.keep_checkpoints))
+    run.checkpoints.reached = partial(reached, args)
     runs.set_current(run)
     loop = asyncio.get_running_loop()
     logs = Path(args.run_dir) / "logs"

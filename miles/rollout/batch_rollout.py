@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from miles.config.kill_points import reached
 from miles.config.run_config import RunConfig
 from miles.rollout.context import RolloutContext, used_up
 from miles.rollout.group import renewed
@@ -51,6 +52,7 @@ class BatchRollout:
             raise used_up(self.context, rollout_id, kept)
         self.draws.setdefault(rollout_id, []).append(group.group_index)
         self.context.ledger.note("taken", group.group_index, prompt=group.prompt_index, epoch=group.epoch, rollout_id=rollout_id)
+        reached(self.args, "taken", rollout_id)
         return group
 
     def set_weight_version(self, version: int) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+from miles.config.kill_points import reached
 from miles.rewards.reward import GroupRewardError
 from miles.rollout.context import RequestRouter, RolloutContext
 from miles.rollout.generate import EngineCall, EngineFailed, PromptRefused, response_text
@@ -91,7 +92,9 @@ async def run_sample(context: RolloutContext, sample: Sample, seat: Seat, call: 
         sample.response = response_text(context.tokenizer, sample.response_ids)
     stages[call.place] = SCORING
     generated = time.time()
+    reached(context.args, "generated", sample.group_index)
     await context.scorer.score(sample)
+    reached(context.args, "scored", sample.group_index)
     stages[call.place] = DONE
     call.times.generated, call.times.scored = generated, time.time()  # the last sibling's stay
 

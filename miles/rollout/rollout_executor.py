@@ -10,6 +10,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
+from miles.config.kill_points import reached
 from miles.config.run_config import RunConfig
 from miles.data.mix import load_source
 from miles.data.rollout_data import pack, split
@@ -158,6 +159,7 @@ class RolloutExecutor:
         self.ledger.note_all("drained", ref.group_indices, rollout_id=done.rollout_id, version=version)
         path = Path(args.run_dir) / "samples" / f"rollout_{done.rollout_id}.jsonl"
         write_samples(path, groups, args.save_samples, self.tokenizer)
+        reached(args, "drained", done.rollout_id)
         return ref
 
     async def _generate(self, rollout_id: int) -> RolloutOutput:
@@ -222,7 +224,8 @@ class RolloutExecutor:
         """
         state, groups = await self._call(self.saves.take(rollout_id, ahead)) if wait else self.saves.take_now(rollout_id)
         await asyncio.to_thread(self.ledger.sync)
-        await asyncio.to_thread(write, Path(directory), state, groups)
+        await asyncio.to_thread(write, Path(directory), state, groups, lambda: reached(self.args, "executor_columns", rollout_id))
+        reached(self.args, "executor_saved", rollout_id)
 
     async def load(self, rollout_id: int, directory: str) -> None:
         """Go on after rollout `rollout_id`, from its checkpoint folder. ValueError: no usable state there, or of another rollout."""

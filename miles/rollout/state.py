@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,13 +63,14 @@ def document(state: dict[str, Any], ahead: Ahead | None) -> tuple[dict[str, Any]
     return state | {"ahead": {"data": ahead.data, "function": function, "drained": drained}}, groups
 
 
-def write(folder: Path, state: dict[str, Any], groups: Sequence[PromptGroup]) -> None:
-    """Write both files, the JSON last and all of it or nothing."""
+def write(folder: Path, state: dict[str, Any], groups: Sequence[PromptGroup], between: Callable[[], None] = lambda: None) -> None:
+    """Write both files, the JSON last and all of it or nothing; `between` is called between the two."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / COLUMNS_FILE).open("wb") as columns:
         np.savez(columns, **columns_of(groups))  # type: ignore[arg-type]  # its stub takes the arrays for a flag
         columns.flush()
         os.fsync(columns.fileno())
+    between()
     temporary = folder / f".{STATE_FILE}.new"
     with temporary.open("w", encoding="utf-8") as file:
         json.dump(state, file, indent=1)

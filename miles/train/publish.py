@@ -35,6 +35,12 @@ class Publisher:
             return self._publisher.plan(version, num_receivers=num_receivers, one_host=one_host)
         return PublishPlan(version, "", self._publisher.buckets, (), {}, "")
 
+    @property
+    def version(self) -> int:
+        """Of the publish that is open."""
+        assert self._version is not None, "no publish is open"
+        return self._version
+
     def send_bucket(self, index: int) -> None:
         tensors = self._gather([spec.name for spec in self._publisher.buckets[index]])
         if self.ranks.rank == 0:

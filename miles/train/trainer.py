@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from miles.config.kill_points import reached
 from miles.config.run_config import RunConfig
 from miles.protocols import ObjectStore
 from miles.train import forward, offload
@@ -127,7 +128,9 @@ class Trainer:
         bases = self._ratio_bases(micro_batches, columns)
         metrics = []
         for batches, columns.old_logprobs in zip(micro_batches, bases, strict=True):
+            reached(self.args, "before_step", rollout_id)
             metrics.append(self._optimizer_step(batches, columns))
+            reached(self.args, "after_step", rollout_id)
         if first is not None:
             metrics[0] |= first.check_ratio(metrics[0], exact=bases[0] is None)
         return TrainResult(metrics, self.step, time.perf_counter() - started, values_ref)
@@ -257,6 +260,7 @@ class Trainer:
 
     def send_bucket(self, index: int) -> None:
         self.publisher.send_bucket(index)
+        reached(self.args, "bucket_sent", self.publisher.version)
 
     def end_publish(self) -> dict[str, str]:
         """Returns the checksums of what was sent, by name; {} on ranks other than 0 and when verification is off."""

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from pathlib import Path
 
+from miles.config.kill_points import reached
 from miles.config.run_config import RunConfig
 from miles.protocols import Engine
 from miles.ray.run import Run
@@ -49,6 +50,7 @@ class RemoteExecutor:
 
     async def eval(self, rollout_id: int, hf_dir: str | None = None) -> EvalResult:
         """One evaluation; its metrics are logged at the rollout that it belongs to, however late it ends."""
+        reached(self.args, "before_eval", rollout_id)
         step = 0 if self._run.trained_through is None and rollout_id == 0 else None
         with tracking.timeline().span("executor", "eval", rollout_id=rollout_id, background=hf_dir is not None):
             result: EvalResult = await self._run.guard.watch(self._handle.eval(rollout_id, hf_dir))

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
+from miles.config.kill_points import reached
 from miles.config.run_config import RunConfig
 from miles.fault_tolerance.cells import Cell, CellState, Status
 from miles.protocols import Engine, FirstStepWrong
@@ -83,8 +84,10 @@ class TrainGroup:
     async def _rollout_trained(self, rollout_id: int, step: int) -> None:
         run = self._run
         run.trained_through, run.open_rollout = rollout_id, None
+        reached(self.args, "before_trained", rollout_id)
         if self._on_trained is not None:
             await self._on_trained(rollout_id, step)
+        reached(self.args, "after_trained", rollout_id)
         if (rollout_id + 1) % self.args.update_weights_interval:
             tracking.step_done(rollout_id)
         if run.guard.signum is None:
@@ -135,6 +138,7 @@ class TrainGroup:
 
     async def save_model(self, rollout_id: int, force_sync: bool) -> None:
         """Save this role's part; unless forced, training may go on while it is written. Waits for the save before it."""
+        reached(self.args, "before_save", rollout_id)
         folder = self._run.checkpoints.begin(rollout_id)
         with tracking.timeline().span(self.role, "save"):
             await self._settle_save()
@@ -142,6 +146,7 @@ class TrainGroup:
             if self.role == "actor" and self.args.save_hf:
                 await self.export_hf(rollout_id, f"{folder}/hf")
         self._saving = rollout_id
+        reached(self.args, f"{self.role}_saved", rollout_id)
         if force_sync:
             await self._settle_save()
 
