@@ -2,9 +2,9 @@
 
     python benchmarks/resume_chaos.py --kills 200
 
-Each trial starts a run of the tiny recipe in one process, kills it with SIGKILL (at a named point of `miles/config/kill_points.py`, or
+Each trial starts a run of the tiny recipe in one process, kills it with SIGKILL (at a named point of `miles/fault_tolerance/kill_points.py`, or
 at a random moment), gives the same command again until it ends, and compares with the run that was never killed: every tensor of the last
-checkpoint (weights, optimizer, random state), every metric but times, and what became of every group. Prints a table, writes JSON.
+checkpoint (weights, optimizer, random state), every metric but times, and what became of every group. Prints a table.
 """
 
 import argparse
@@ -213,13 +213,13 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
-    parser.add_argument("--out", type=Path, default=Path("resume_chaos.json"))
+    parser.add_argument("--json", type=Path, help="write all figures here")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
     options = parser.parse_args()
     if options.nursery:
         serve()
         return 0
-    from miles.config.kill_points import POINTS  # noqa: PLC0415
+    from miles.fault_tolerance.kill_points import POINTS  # noqa: PLC0415
 
     rng, started, trials = random.Random(options.seed), time.monotonic(), []
     root = Path(tempfile.mkdtemp(prefix="resume-chaos-"))
@@ -232,13 +232,13 @@ def main() -> int:
         if trials[-1].wrong:
             print(f"WRONG: {trials[-1]} in {root}", flush=True)
     chaos.nursery.close()
-    report(trials, options.out)
+    report(trials, options.json, options.seed)
     if not any(trial.wrong for trial in trials):
         shutil.rmtree(root)
     return int(any(trial.wrong for trial in trials))
 
 
-def report(trials: list[Trial], out: Path) -> None:
+def report(trials: list[Trial], out: Path | None, seed: int) -> None:
     kills = Counter(kill.partition("@")[0] if "@" in kill else "a random moment" for trial in trials for kill in trial.kills)
     print("| mode | trials | kills | bitwise equal | rollouts trained again per kill |\n|---|---|---|---|---|")
     for mode in dict.fromkeys(trial.mode for trial in trials):
@@ -247,7 +247,9 @@ def report(trials: list[Trial], out: Path) -> None:
         equal = sum(not trial.wrong for trial in mine)
         print(f"| {mode} | {len(mine)} | {killed} | {equal} | {sum(trial.repeated for trial in mine) / max(killed, 1):.2f} |")
     print("\nkilled at: " + ", ".join(f"{point} {count}" for point, count in kills.most_common()))
-    out.write_text(json.dumps({"kills": sum(kills.values()), "at": kills, "trials": [trial.__dict__ for trial in trials]}, indent=1) + "\n")
+    if out is not None:
+        found = {"seed": seed, "torch": torch.__version__, "kills": sum(kills.values()), "at": kills}
+        out.write_text(json.dumps(found | {"trials": [trial.__dict__ for trial in trials]}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ class RunSection(Section):
     debug_exit_after_rollout: int | None = Field(None, ge=1)
     """Stop cleanly after so many rollouts of this process."""
     debug_kill: str | None = None
-    """POINT@ROLLOUT: the process that gets to this point of `miles/config/kill_points.py` is killed there (tests of resuming)."""
+    """POINT@ROLLOUT: the process that gets to this point of `miles/fault_tolerance/kill_points.py` is killed there (tests of resuming)."""
     colocate: bool = False
     """Trainer and engines take turns on the same devices (train.py only)."""
     offload_train: bool = False

@@ -9,9 +9,9 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
-from miles.config.kill_points import reached
 from miles.config.periodic import should_run_periodic_action
 from miles.config.run_config import RunConfig
+from miles.fault_tolerance.kill_points import reached
 from miles.protocols import Engine, ProcessGone
 from miles.ray import run as runs
 from miles.ray.rollout.eval_dispatch import EvalDispatcher, Evaluator, Exporter

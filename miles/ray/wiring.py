@@ -13,9 +13,9 @@ from typing import Any
 
 import ray
 
-from miles.config.kill_points import reached
 from miles.config.run_config import RunConfig
 from miles.fault_tolerance import api_server, mini_ft_controller
+from miles.fault_tolerance.kill_points import reached
 from miles.ray import run as runs
 from miles.ray import who_waits
 from miles.ray.checkpoints import Checkpoints, newest

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from miles.config.kill_points import reached
 from miles.config.run_config import RunConfig
+from miles.fault_tolerance.kill_points import reached
 from miles.rollout.context import RolloutContext, used_up
 from miles.rollout.group import renewed
 from miles.rollout.state import FunctionState

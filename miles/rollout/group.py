@@ -9,7 +9,7 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from miles.config.kill_points import reached
+from miles.fault_tolerance.kill_points import reached
 from miles.rewards.reward import GroupRewardError
 from miles.rollout.context import RequestRouter, RolloutContext
 from miles.rollout.generate import EngineCall, EngineFailed, PromptRefused, response_text

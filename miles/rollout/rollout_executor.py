@@ -10,12 +10,12 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
-from miles.config.kill_points import reached
 from miles.config.run_config import RunConfig
 from miles.data.mix import load_source
 from miles.data.rollout_data import pack, split
 from miles.data.tokenizer import load_tokenizer
 from miles.engines.router import Router
+from miles.fault_tolerance.kill_points import reached
 from miles.plugins import load
 from miles.protocols import Engine, ObjectStore, RolloutFn
 from miles.rewards.reward import RewardScorer

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from miles.config.kill_points import reached
 from miles.config.run_config import RunConfig
+from miles.fault_tolerance.kill_points import reached
 from miles.protocols import ObjectStore
 from miles.train import forward, offload
 from miles.train.checkpoint import Checkpointer, Progress, newest_complete

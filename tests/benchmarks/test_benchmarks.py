@@ -10,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 NEEDS_A_SERVER = {"sglang_engine.py"}  # run where the tests of that engine are
+RUN_IN_E2E = {"resume_chaos.py"}  # its parts are what tests/e2e/test_resume_chaos.py works with
 COMMANDS = {
     "rollout_tokens.py": ["--size", "ci", "--repeats", "1"],
     "publish_stall.py": ["--size", "ci", "--repeats", "2", "--mode", "retract"],
@@ -49,5 +50,5 @@ def test_recovery(tmp_path: Path) -> None:
 def test_every_benchmark_is_run_here_and_described() -> None:
     described = (ROOT / "benchmarks" / "README.md").read_text()
     programs = {path.name for path in (ROOT / "benchmarks").glob("*.py") if "__main__" in path.read_text()}
-    assert programs == set(COMMANDS) | NEEDS_A_SERVER
+    assert programs == set(COMMANDS) | NEEDS_A_SERVER | RUN_IN_E2E
     assert all(f"benchmarks/{name}" in described for name in programs)

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from benchmarks.resume_chaos import Chaos, draw
-from miles.config.kill_points import POINTS
+from miles.fault_tolerance.kill_points import POINTS
 
 TRIALS = {
     "plain": [

@@ -6,8 +6,8 @@ import asyncio
 import logging
 from pathlib import Path
 
-from miles.config.kill_points import reached
 from miles.config.run_config import RunConfig
+from miles.fault_tolerance.kill_points import reached
 from miles.protocols import Engine
 from miles.ray.run import Run
 from miles.ray.worker_handle import CallTimeout, WorkerHandle

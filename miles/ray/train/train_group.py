@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
-from miles.config.kill_points import reached
 from miles.config.run_config import RunConfig
 from miles.fault_tolerance.cells import Cell, CellState, Status
+from miles.fault_tolerance.kill_points import reached
 from miles.protocols import Engine, FirstStepWrong
 from miles.ray import weight_update
 from miles.ray.guard import Interrupted
