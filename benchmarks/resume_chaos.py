@@ -2,9 +2,9 @@
 
     python benchmarks/resume_chaos.py --kills 200
 
-Each trial starts a run of the tiny recipe in one process, kills it with SIGKILL (at a named point of `miles/fault_tolerance/kill_points.py`, or
-at a random moment), gives the same command again until it ends, and compares with the run that was never killed: every tensor of the last
-checkpoint (weights, optimizer, random state), every metric but times, and what became of every group. Prints a table.
+Each trial starts a run of the tiny recipe in one process, kills it with SIGKILL, at a random moment or at a named point of
+`miles/fault_tolerance/kill_points.py`, gives the same command again until it ends, and compares with the run that was never killed: every
+tensor of the last checkpoint (weights, optimizer, random state), every metric but times, and what became of every group.
 """
 
 import argparse
