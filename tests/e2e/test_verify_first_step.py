@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from miles.engines.embedded.weights import ServedWeights
+from miles.engines.served_weights import ServedWeights
 
 from miles.protocols import FirstStepWrong
 
