@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from miles.engines.served_weights import ServedWeights
 
+from miles.engines.served_weights import ServedWeights
 from miles.protocols import FirstStepWrong
 
 VERIFY = ("--verify-first-step", "--num-rollout", "2")
