@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import pyarrow
 import pyarrow.parquet
@@ -67,26 +67,30 @@ class JsonLines:
 
     def __init__(self, path: Path):
         self._path = path
-        self._file = path.open("rb")
-        self._seen = self._look()
+        self._seen: tuple[int, int] | None = None
+        self._file: BinaryIO | None = None
 
     def __iter__(self) -> Iterator[Found]:
         place = 0
-        self._file.seek(0)
-        for number, raw in enumerate(self._file, 1):
-            if line := _bare(raw, place):
-                yield Found(f"line {number}", _parsed(line), place)
-            place += len(raw)
+        with self._path.open("rb") as file:
+            self._seen = _look(file)
+            for number, raw in enumerate(file, 1):
+                if line := _bare(raw, place):
+                    yield Found(f"line {number}", _parsed(line), place)
+                place += len(raw)
 
     def at(self, place: int) -> Any:
-        if self._look() != self._seen:
+        if self._file is None:
+            self._file = self._path.open("rb")
+        if _look(self._file) != self._seen:
             raise ValueError(f"{self._path} has changed since it was checked at the start of the run")
         self._file.seek(place)
         return _parsed(_bare(self._file.readline(), place))
 
-    def _look(self) -> tuple[int, int]:
-        seen = os.fstat(self._file.fileno())
-        return seen.st_size, seen.st_mtime_ns
+
+def _look(file: BinaryIO) -> tuple[int, int]:
+    seen = os.fstat(file.fileno())
+    return seen.st_size, seen.st_mtime_ns
 
 
 def _bare(raw: bytes, place: int) -> bytes:
