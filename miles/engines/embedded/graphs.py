@@ -73,7 +73,7 @@ class DecodeGraphs:
 
 
 def batch_size(rows: int) -> int:
-    """1, 2, 4, 8, 16, 24, 32, 48, 64, 96, ...: at most a third more rows than needed above 8, and few sizes."""
+    """1, 2, 4, 8, 16, 24, 32, 48, 64, 96, ...: at most half as many rows again above 16, and few sizes."""
     power = 1 << (rows - 1).bit_length()
     return power * 3 // 4 if power >= 32 and rows <= power * 3 // 4 else power
 
