@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from miles.cli import runs
-from miles.config.places import newest_checkpoint
+from miles.config.checkpoint_files import complete
 from miles.tracking import history, ledger, run_folder, trace_file, waits
 from miles.tracking.waits import DRIVER, Beat
 
@@ -91,7 +91,7 @@ def _reason(end: dict[str, Any], beats: dict[str, Beat]) -> str:
 
 
 def _how_to_go_on(run: Path) -> str:
-    newest = newest_checkpoint(run / "checkpoints")
+    newest = max(complete(run / "checkpoints"), default=None)
     if newest is None:
         return "there is no complete checkpoint in its folder"
     return f"the newest complete checkpoint is that of rollout {newest}: go on with --load {run / 'checkpoints'}"

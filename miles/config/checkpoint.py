@@ -11,13 +11,15 @@ class CheckpointSection(Section):
     save_interval: int | None = Field(None, ge=1)
     """Save after every so many rollouts, at epoch ends and after the last; default: never."""
     load: str | None = None
-    """Checkpoint directory to resume from: the newest complete one in it."""
+    """Checkpoint directory to resume from: the newest complete and undamaged one in it; or one checkpoint."""
     keep_checkpoints: int | None = Field(None, ge=1)
-    """Keep only the newest so many; default: all."""
+    """Keep only the newest so many complete ones; default: all."""
+    keep_best_metric: str | None = None
+    """With keep_checkpoints, also keep the one whose evaluation was best by this metric, such as eval/NAME/reward; -METRIC: the lowest."""
     save_hf: bool = False
     """Export a Hugging Face checkpoint beside each saved one."""
     save_trigger_sentinel: str | None = None
-    """A file whose appearance asks for a save at the end of the current rollout; called FILE.saving until it is saved."""
+    """A file whose appearance asks for a save at the end of the current rollout; called FILE.saving until then, answered in FILE.saved."""
     save_on_signal: bool = True
     """Save on SIGTERM and Ctrl-C, at the end of the current step."""
     save_grace: float = Field(20.0, ge=0)

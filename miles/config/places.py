@@ -2,8 +2,9 @@
 
 import os
 import re
-from collections.abc import Iterable
 from pathlib import Path
+
+from miles.config.checkpoint_files import complete, damage
 
 
 def there(path: str) -> bool:
@@ -42,7 +43,9 @@ def unwritable(folder: str) -> str | None:
 
 
 def newest_checkpoint(folder: Path) -> int | None:
-    """Rollout id of the newest complete checkpoint in a folder of checkpoints, or of the one that the folder is."""
-    candidates: Iterable[Path] = [folder, *folder.glob("rollout_*")] if folder.is_dir() else []
-    found = [int(match[1]) for path in candidates if (match := re.fullmatch(r"rollout_(\d+)", path.name)) and (path / "COMPLETE").exists()]
-    return max(found, default=None)
+    """Rollout id of the newest complete checkpoint in a folder of checkpoints, or of the one that the folder is.
+
+    One whose files are not as they were written does not count; a warning says which.
+    """
+    found = complete(folder)
+    return next((rollout_id for rollout_id in sorted(found, reverse=True) if not damage(found[rollout_id])), None)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from miles.config.algorithm_rules import algorithm
+from miles.config.checkpoint_files import COMPLETE, damage
 from miles.config.data_rules import rewards, training_data
 from miles.config.places import model_missing, newest_checkpoint, there, unwritable
 from miles.config.problem import Problem, wrong
@@ -163,9 +164,11 @@ def folders(args: RunConfig) -> Iterator[Problem]:
 def resuming(args: RunConfig) -> Iterator[Problem]:
     if args.load is None:
         return
-    newest = newest_checkpoint(Path(args.load).expanduser())
+    folder = Path(args.load).expanduser()
+    newest = newest_checkpoint(folder)
     if newest is None:
-        yield wrong(args, "load", "no complete checkpoint there (rollout_NNNNNN with COMPLETE in it)")
+        damaged = damage(folder) if (folder / COMPLETE).exists() else ""
+        yield wrong(args, "load", damaged or "no complete checkpoint there (rollout_NNNNNN with COMPLETE in it, undamaged)")
     elif args.start_rollout_id is None and args.num_rollout is not None and newest + 1 >= args.num_rollout:
         text = f"nothing to do: the checkpoint is at {newest + 1} of {args.num_rollout} rollouts; ask for more with --num-rollout"
         yield wrong(args, "load num_rollout", text)

@@ -48,7 +48,7 @@ def launch(args: RunConfig) -> Run:
         models.stop()
         raise
     manager = WorkerManager(f"{args.run_dir}/logs", args.shutdown_timeout, args.log_level, cluster)
-    run = Run(args, manager, RunGuard(), Checkpoints(args.checkpoint_dir, args.keep_checkpoints))
+    run = Run(args, manager, RunGuard(), Checkpoints(args.checkpoint_dir, args.keep_checkpoints, args.keep_best_metric))
     run.checkpoints.reached = partial(reached, args)
     runs.set_current(run)
     loop = asyncio.get_running_loop()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import warnings
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
+from miles.config.checkpoint_files import COMPLETE, FileSums, sums
 from miles.train.mesh import Ranks
 from miles.train.model import TrainedModel
 from miles.train.published import PublishedWeights
@@ -24,7 +27,6 @@ logger = logging.getLogger(__name__)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 PROGRESS = "progress.json"
-COMPLETE = "COMPLETE"
 
 
 @dataclass(slots=True)
@@ -56,7 +58,8 @@ class Checkpointer:
 
     def __init__(self, model: TrainedModel, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
         self.model, self.optimizer, self.ranks = model, optimizer, ranks
-        self._running: Future[Any] | None = None
+        self._after = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._running: list[Future[FileSums]] = []
 
     def save(self, directory: Path, progress: Progress, force_sync: bool, published: PublishedWeights | None = None) -> None:
         """Write into `directory`, after the save before is done. Every rank calls it. `published`: weights to save beside the model's."""
@@ -67,17 +70,46 @@ class Checkpointer:
             (directory / PROGRESS).write_text(json.dumps(asdict(progress)))
         self.ranks.barrier()
         state, group = self._state(with_moments=progress.updates > 0, published=published), self._group()
+        writing: Future[Any] | None = None
         if force_sync:
             dcp.save(state, checkpoint_id=directory, process_group=group, no_dist=group is None)
-            return
-        started = dcp.async_save(state, checkpoint_id=directory, process_group=group, no_dist=group is None)
-        self._running = started.upload_completion if isinstance(started, AsyncSaveResponse) else started
+        else:
+            started = dcp.async_save(state, checkpoint_id=directory, process_group=group, no_dist=group is None)
+            writing = started.upload_completion if isinstance(started, AsyncSaveResponse) else started
+        self._running = [self._after.submit(self._sums, directory, writing)]
+
+    def also(self, write: Callable[[], object], directory: Path) -> None:
+        """Part of the running save: `write` is called after what is already being written, and fills `directory`."""
+
+        def written() -> FileSums:
+            write()
+            return sums(directory.parent, directory.glob("*")) if self.ranks.rank == 0 else {}
+
+        self._running.append(self._after.submit(written))
 
     def wait(self) -> None:
-        """Until the running save is on disk. Raises what went wrong in it."""
-        running, self._running = self._running, None
-        if running is not None:
+        """Until the last save is on disk. Raises what went wrong in it."""
+        for running in self._running:
             running.result()
+
+    async def written(self) -> dict[str, Mapping[str, int | str]]:
+        """As `wait`, without holding up what else the rank does. Returns the checksums of the files that this rank wrote."""
+        found: dict[str, Mapping[str, int | str]] = {}
+        for running in self._running:
+            own: FileSums = await asyncio.wrap_future(running)
+            found |= own
+        return found
+
+    def _sums(self, directory: Path, writing: Future[Any] | None) -> FileSums:
+        if writing is not None:
+            writing.result()
+        own = directory.glob(f"__{self.ranks.rank}_*")
+        shared = [directory / PROGRESS, directory / ".metadata"] if self.ranks.rank == 0 else []
+        return sums(directory.parent, [*own, *shared])
+
+    def dispose(self) -> None:
+        """Finish what is being written."""
+        self._after.shutdown()
 
     def load(self, directory: Path, published: PublishedWeights | None = None) -> Progress:
         """Restore model, optimizer and random state in place, and `published`: where the checkpoint has none, they are the model's."""

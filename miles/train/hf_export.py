@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -27,17 +27,37 @@ def export(model: TrainedModel, source: str, directory: Path, dtype: torch.dtype
     The result loads with AutoModelForCausalLM.from_pretrained(directory).
     """
     if ranks.rank == 0:
-        directory.mkdir(parents=True, exist_ok=True)
-        for old in directory.glob("*.safetensors*"):
-            old.unlink()
-    writer = _ShardWriter(directory)
-    for name, tensor in _gathered(model, dtype):
-        if ranks.rank == 0:
-            writer.add(name, tensor)
-    if ranks.rank == 0:
-        writer.finish()
-        _write_companions(model, source, directory, dtype)
+        _write(_gathered(model, dtype), model, source, directory, dtype)
+    else:
+        for _ in _gathered(model, dtype):
+            pass
     ranks.barrier()
+
+
+def export_later(model: TrainedModel, source: str, directory: Path, dtype: torch.dtype, ranks: Ranks) -> Callable[[], None]:
+    """As `export`, of the weights as they are now: rank 0 copies them to host memory, and the function that is returned writes them.
+
+    Every rank calls both; the function may be called in another thread, while training goes on.
+    """
+    kept = [(name, tensor.clone() if ranks.rank == 0 else None) for name, tensor in _gathered(model, dtype)]
+
+    def write() -> None:
+        if ranks.rank == 0:
+            _write(((name, tensor) for name, tensor in kept if tensor is not None), model, source, directory, dtype)
+        kept.clear()
+
+    return write
+
+
+def _write(tensors: Iterable[tuple[str, Tensor]], model: TrainedModel, source: str, directory: Path, dtype: torch.dtype) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    for old in directory.glob("*.safetensors*"):
+        old.unlink()
+    writer = _ShardWriter(directory)
+    for name, tensor in tensors:
+        writer.add(name, tensor)
+    writer.finish()
+    _write_companions(model, source, directory, dtype)
 
 
 def _gathered(model: TrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

@@ -25,7 +25,8 @@ class Ranks:
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
         self.rank, self.world_size, self.device = rank, world_size, device
         self.mesh: DeviceMesh | None = None
-        self.saving: dist.ProcessGroup | None = None
+        self.saving: dist.ProcessGroup | None = None  # for checkpoints alone, which are written by a thread of their own
+        self._meeting: dist.ProcessGroup | None = None
         self._own_group = False
 
     def join(self, master_address: str, master_port: int, timeout: float, sharded: bool) -> None:
@@ -53,7 +54,7 @@ class Ranks:
             )
             self._own_group = True
         self.mesh = init_device_mesh(self.device.type, (self.world_size,))
-        self.saving = dist.new_group(backend="gloo")
+        self.saving, self._meeting = dist.new_group(backend="gloo"), dist.new_group(backend="gloo")
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum over ranks, in place."""
@@ -68,7 +69,7 @@ class Ranks:
 
     def barrier(self) -> None:
         if self.world_size > 1:
-            dist.barrier(group=self.saving)
+            dist.barrier(group=self._meeting)
 
     def leave(self) -> None:
         """Idempotent."""

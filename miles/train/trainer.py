@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from miles.config.checkpoint_files import FileSums
 from miles.config.run_config import RunConfig
 from miles.fault_tolerance.kill_points import reached
 from miles.protocols import ObjectStore
@@ -19,7 +20,7 @@ from miles.train import forward, offload
 from miles.train.checkpoint import Checkpointer, Progress, newest_complete
 from miles.train.first_step import FirstStep
 from miles.train.frozen_models import FrozenModels
-from miles.train.hf_export import export
+from miles.train.hf_export import export, export_later
 from miles.train.loss import Sums, actor_loss, add_sums, critic_loss
 from miles.train.mesh import Ranks, pick_device
 from miles.train.metrics import StepFacts, step_metrics
@@ -73,7 +74,7 @@ class Trainer:
         self.peak_lr = args.critic_lr if self.role == "critic" else args.lr
         self.optimizer = build_adamw(self.model, args, self.peak_lr)
         self.checkpointer = Checkpointer(self.model, self.optimizer, self.ranks)
-        self._closing.callback(self.checkpointer.wait)
+        self._closing.callback(self.checkpointer.dispose)
         self.rule = PackingRule(
             max_tokens=args.max_tokens_per_micro_batch,
             share=args.share_prompts and not args.attn_implementation.startswith("flash"),
@@ -280,14 +281,21 @@ class Trainer:
     # ---- saving
 
     def save(self, rollout_id: int, directory: str, force_sync: bool) -> None:
-        """Write this role's part of the checkpoint in `directory`; unless forced, training may go on while it is written."""
+        """Write this role's part of the checkpoint in `directory`; unless forced, training may go on while it is written.
+
+        With --save-hf the actor exports a Hugging Face checkpoint beside it.
+        """
         # Where a publish is due after this rollout, a resumed run begins with it, and nobody asks for the last one's weights.
         waits = (rollout_id + 1) % self.args.update_weights_interval != 0
         progress = Progress(rollout_id, self.step, self.version, self.updates)
         self.checkpointer.save(Path(directory) / self.role, progress, force_sync, self.published if waits else None)
+        if self.args.save_hf and self.role == "actor":
+            folder = Path(directory) / "hf"
+            self.checkpointer.also(export_later(self.model, self.source, folder, self.dtype, self.ranks), folder)
 
-    def wait_for_save(self) -> None:
-        self.checkpointer.wait()
+    async def wait_for_save(self) -> FileSums:
+        """Until the last save is on disk; training may go on meanwhile. Returns the checksums of the files that this rank wrote."""
+        return await self.checkpointer.written()
 
     def export_hf(self, path: str) -> None:
         """A Hugging Face checkpoint of the actor's weights in --dtype."""

@@ -1,5 +1,6 @@
 """The trainer on a GPU. Run by hand: pytest -m gpu -s tests/gpu/test_train_on_gpu.py"""
 
+import asyncio
 import time
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ def test_save_offload_publish_export(tiny: str, tmp_path: Path, dtype: str) -> N
     trainer.offload()
     assert torch.cuda.memory_allocated() < held
     trainer.onload()
-    trainer.wait_for_save()
+    asyncio.run(trainer.wait_for_save())
     (tmp_path / "rollout_000001" / "COMPLETE").touch()
     resumed = make(tiny, store, dtype=dtype, load=str(tmp_path))
     again, on = run(resumed, range(2, 3)), run(trainer, range(2, 3))

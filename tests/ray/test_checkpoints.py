@@ -1,16 +1,30 @@
 """A checkpoint counts when it is whole, and old ones go only then."""
 
 import json
+import os
+import shutil
 
 import pytest
 
-from miles.ray.checkpoints import Checkpoints, complete, newest
+from miles.config.checkpoint_files import complete, damage, sums
+from miles.config.places import newest_checkpoint
+from miles.ray.checkpoints import Checkpoints, newest
 
 
-def save(book, rollout_id, parts=("actor", "executor")):
+def save(book, rollout_id, parts=("actor", "executor"), text="weights"):
     for part in parts:
-        book.begin(rollout_id)
-        book.written(rollout_id, part)
+        folder = book.directory / book.begin(rollout_id)
+        if part == "executor":
+            (folder / "executor.json").write_text(f"{{}} {text}")
+            book.written(rollout_id, part)
+        else:
+            (folder / part).mkdir()
+            (folder / part / "data").write_text(text)
+            book.written(rollout_id, part, sums(folder, [folder / part / "data"]))
+
+
+def names(folder):
+    return sorted(path.name for path in folder.glob("*rollout_*"))
 
 
 def test_complete_comes_with_the_last_part_in_any_order(tmp_path):
@@ -18,33 +32,111 @@ def test_complete_comes_with_the_last_part_in_any_order(tmp_path):
     book.parts = ("actor", "critic", "executor")
     save(book, 3, ("executor", "actor"))
     assert complete(tmp_path) == {}
+    assert not (tmp_path / "latest").exists()
     save(book, 3, ("critic",))
     assert complete(tmp_path) == {3: tmp_path / "rollout_000003"}
-    assert json.loads((tmp_path / "rollout_000003" / "COMPLETE").read_text())["rollout_id"] == 3
+    told = json.loads((tmp_path / "rollout_000003" / "COMPLETE").read_text())
+    assert told["rollout_id"] == 3
+    assert sorted(told["files"]) == ["actor/data", "critic/data", "executor.json"]
+    assert damage(tmp_path / "rollout_000003") == ""
     assert (tmp_path / "latest").read_text() == "rollout_000003\n"
     assert book.last_complete == 3
+    assert names(tmp_path) == ["rollout_000003"]
 
 
-def test_saving_an_id_again_takes_its_mark_away_first(tmp_path):
+def test_saving_an_id_again_leaves_the_whole_one_until_the_new_one_is_whole(tmp_path):
     book = Checkpoints(str(tmp_path))
-    save(book, 1)
-    book.begin(1)
-    assert complete(tmp_path) == {}
-    book.written(1, "actor")
-    book.begin(1)
-    book.written(1, "executor")
-    assert list(complete(tmp_path)) == [1]
+    save(book, 1, text="first")
+    save(book, 1, ("actor",), text="second")
+    assert newest(str(tmp_path)) == tmp_path / "rollout_000001"
+    assert (tmp_path / "rollout_000001" / "actor" / "data").read_text() == "first"
+    save(book, 1, ("executor",), text="second")
+    assert (tmp_path / "rollout_000001" / "actor" / "data").read_text() == "second"
+    assert damage(tmp_path / "rollout_000001") == ""
+    assert names(tmp_path) == ["rollout_000001"]
 
 
 def test_only_complete_ones_are_pruned_and_found(tmp_path):
     book = Checkpoints(str(tmp_path), keep=2)
     for rollout_id in range(4):
         save(book, rollout_id)
-    book.begin(4)
-    book.written(4, "actor")
-    assert sorted(path.name for path in tmp_path.glob("rollout_*")) == ["rollout_000002", "rollout_000003", "rollout_000004"]
+    save(book, 4, ("actor",))
+    assert names(tmp_path) == [".rollout_000004.saving", "rollout_000002", "rollout_000003"]
     assert newest(str(tmp_path)) == tmp_path / "rollout_000003"
     assert newest(str(tmp_path / "rollout_000002")) == tmp_path / "rollout_000002"
+
+
+def test_keeping_one_never_leaves_none(tmp_path):
+    book = Checkpoints(str(tmp_path), keep=1)
+    save(book, 0)
+    save(book, 1, ("actor",))
+    assert list(complete(tmp_path)) == [0]
+    save(book, 1, ("executor",))
+    assert list(complete(tmp_path)) == [1]
+
+
+@pytest.mark.parametrize(("metric", "best"), [("eval/sums/reward", 1), ("-eval/sums/reward", 2), (None, None)])
+def test_the_best_stays_and_is_pointed_at_whenever_its_score_comes(tmp_path, metric, best):
+    book = Checkpoints(str(tmp_path), keep=1, best=metric)
+    for rollout_id, value in enumerate((0.5, 0.9, 0.1, 0.4)):
+        save(book, rollout_id)
+        book.score(rollout_id, {"eval/sums/reward": value, "eval/other/reward": 9.0})
+    book.score(7, {"eval/sums/reward": 0.2})  # not saved
+    assert sorted(complete(tmp_path)) == sorted({3} | ({best} if best is not None else set()))
+    assert (tmp_path / "best").exists() == (best is not None)
+    if best is None:
+        return
+    assert (tmp_path / "best").read_text() == f"rollout_{best:06d}\n"
+    resumed = Checkpoints(str(tmp_path), keep=1, best=metric)  # remembers the scores
+    for rollout_id in (4, 5):
+        save(resumed, rollout_id)
+    assert sorted(complete(tmp_path)) == [best, 5]
+
+
+def damaged(path, how):
+    data = path.read_bytes()
+    if how == "one bit":
+        path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+    elif how == "cut":
+        path.write_bytes(data[:-1])
+    else:
+        path.unlink()
+
+
+@pytest.mark.parametrize("how", ["one bit", "cut", "gone"])
+@pytest.mark.parametrize("file", ["actor/data", "executor.json"])
+def test_a_damaged_one_is_skipped_with_a_warning_and_refused_when_named(tmp_path, caplog, how, file):
+    book = Checkpoints(str(tmp_path))
+    for rollout_id in range(3):
+        save(book, rollout_id)
+    damaged(tmp_path / "rollout_000002" / file, how)
+    assert newest(str(tmp_path)) == tmp_path / "rollout_000001"
+    assert newest_checkpoint(tmp_path) == 1
+    (warning,) = caplog.messages
+    assert "rollout_000002 is damaged and does not count" in warning
+    assert str(tmp_path / "rollout_000002" / file) in warning
+    with pytest.raises(ValueError, match=rf"--load: .*rollout_000002/{file}"):
+        newest(str(tmp_path / "rollout_000002"))
+
+
+def test_a_torn_seal_is_damage_too(tmp_path):
+    book = Checkpoints(str(tmp_path))
+    save(book, 0)
+    (tmp_path / "rollout_000000" / "COMPLETE").write_text('{"rollout_id": 0, "fi')
+    with pytest.raises(ValueError, match="no complete checkpoint"):
+        newest(str(tmp_path))
+
+
+def test_what_a_killed_run_left_is_mended(tmp_path):
+    book = Checkpoints(str(tmp_path))
+    save(book, 0)
+    save(book, 1)
+    save(book, 2, ("actor",))
+    os.rename(tmp_path / "rollout_000001", tmp_path / ".rollout_000001.old")  # killed between the two renames of a replacement
+    shutil.copytree(tmp_path / "rollout_000000", tmp_path / ".rollout_000000.old")  # killed after both
+    Checkpoints(str(tmp_path))
+    assert names(tmp_path) == ["rollout_000000", "rollout_000001"]
+    assert newest(str(tmp_path)) == tmp_path / "rollout_000001"
 
 
 def test_nothing_complete_is_said(tmp_path):

@@ -1,5 +1,6 @@
 """One rank: what its steps do, what survives a checkpoint, what does not change the numbers."""
 
+import asyncio
 import math
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tiny: str, store: Store, tmp_path: Pa
     run(whole, range(2))
     whole.save(1, str(tmp_path / "rollout_000001"), force_sync)
     after = run(whole, range(2, 4))
-    whole.wait_for_save()
+    asyncio.run(whole.wait_for_save())
     (tmp_path / "rollout_000001" / "COMPLETE").touch()
     torch.rand(7)  # the random state is restored too
     resumed = Trainer(args.model_copy(update={"load": str(tmp_path)}), "actor", 0, 1, store)
@@ -89,7 +90,7 @@ def test_a_save_before_the_first_step_and_a_broken_one(tiny: str, store: Store, 
 def test_a_failed_save_is_told_by_the_next_call(tiny: str, store: Store, tmp_path: Path) -> None:
     trainer = make_trainer(settings(tiny), store)
     trainer.save(0, str(tmp_path), False)
-    trainer.wait_for_save()
+    asyncio.run(trainer.wait_for_save())
     (tmp_path / "file").touch()
     with pytest.raises((OSError, NotADirectoryError)):
         trainer.save(1, str(tmp_path / "file"), True)

@@ -3,6 +3,7 @@
 Each scenario returns what the tests look at; rank 0 writes all of it to FOLDER/results.pt.
 """
 
+import asyncio
 import sys
 import weakref
 from pathlib import Path
@@ -122,7 +123,7 @@ def main(rank: int, port: int, folder: Path, model: str) -> None:
     found["publish"] = published(trainer)
     trainer.save(1, str(folder / "from_two"), force_sync=False)
     found["next"] = [r.metrics_per_step for r in train(trainer, store, rank, range(2, 3))]
-    trainer.wait_for_save()
+    asyncio.run(trainer.wait_for_save())
     (folder / "from_two" / "COMPLETE").touch()
     found["weights_next"] = weights(trainer)
     trainer.export_hf(str(folder / "hf"))

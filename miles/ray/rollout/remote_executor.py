@@ -57,6 +57,7 @@ class RemoteExecutor:
         if result.reason:
             logger.warning("evaluation after rollout %d: %s", rollout_id, result.reason)
         tracking.log(result.metrics, rollout_id, step)
+        self._run.checkpoints.score(rollout_id, result.metrics)
         return result
 
     async def report_eval_skip(self, rollout_id: int, reason: str) -> None:

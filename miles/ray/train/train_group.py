@@ -31,7 +31,8 @@ class TrainGroup:
         self.args, self.role, self.ranks = args, role, list(ranks)
         self._run = run
         self._state = CellState(role, {"role": "trainer"})
-        self._saving: int | None = None  # the rollout whose asynchronous save may not be on disk yet
+        self._saved_rollout: int | None = None  # what the last save was of
+        self._saving: asyncio.Task[None] | None = None  # becomes done when the last save is on disk
         self._offloaded = False
         self._unverified: Sequence[Engine] = []  # with --verify-first-step, until the first training: engines with our weights
         self._hosts: dict[str, str] = {}
@@ -68,7 +69,6 @@ class TrainGroup:
                 results = cast(list[TrainResult], await self._run.guard.watch(all_or_first_error(calls)))
             for place, metrics in enumerate(results[0].metrics_per_step):
                 tracking.log(metrics, rollout_id, results[0].step - len(results[0].metrics_per_step) + place + 1)
-            await self._settle_save()
             if self._closes(rollout_id):
                 await self._rollout_trained(rollout_id, results[0].step)
         if self.role == "actor":
@@ -137,25 +137,37 @@ class TrainGroup:
         return len({self._hosts[worker.worker_name] for worker in workers}) == 1
 
     async def save_model(self, rollout_id: int, force_sync: bool) -> None:
-        """Save this role's part; unless forced, training may go on while it is written. Waits for the save before it."""
+        """Save this role's part; unless forced, training goes on while it is written. Waits for the save before it."""
         reached(self.args, "before_save", rollout_id)
-        folder = self._run.checkpoints.begin(rollout_id)
         with tracking.timeline().span(self.role, "save"):
-            await self._settle_save()
+            await self._run.guard.watch(self._settle_save())
+            if self._saved_rollout == rollout_id:  # nothing has been trained since
+                return
+            folder, self._saved_rollout = self._run.checkpoints.begin(rollout_id), rollout_id
             await self._all("save", rollout_id, folder, force_sync)
-            if self.role == "actor" and self.args.save_hf:
-                await self.export_hf(rollout_id, f"{folder}/hf")
-        self._saving = rollout_id
-        reached(self.args, f"{self.role}_saved", rollout_id)
-        if force_sync:
-            await self._settle_save()
+            self._saving = asyncio.get_running_loop().create_task(self._written(rollout_id), name=f"save of the {self.role}")
+            self._saving.add_done_callback(self._saved)
+            reached(self.args, f"{self.role}_saved", rollout_id)
+            if force_sync:
+                await self._run.guard.watch(self._settle_save())
+
+    async def _written(self, rollout_id: int) -> None:
+        """Waits until all ranks have written their files; the last part of a checkpoint makes it count."""
+        files: dict[str, Any] = {}
+        for own in await all_or_first_error([rank.wait_for_save() for rank in self.ranks]):
+            files |= own
+        self._run.checkpoints.written(rollout_id, self.role, files)
+
+    def _saved(self, task: asyncio.Task[None]) -> None:
+        """Nobody may be waiting for a save that fails: it ends the run all the same."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._run.guard.fail(error)
 
     async def _settle_save(self) -> None:
-        """Make sure that the asynchronous save is on disk, and say so. Also at the end of a run that failed."""
-        if self._saving is not None:
-            await all_or_first_error([rank.wait_for_save() for rank in self.ranks])
-            saved, self._saving = self._saving, None
-            self._run.checkpoints.written(saved, self.role)
+        """Wait until the last save is on disk. Also at the end of a run that failed."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            await saving
 
     async def export_hf(self, rollout_id: int, path: str) -> None:
         """Write a Hugging Face checkpoint of the current weights."""
