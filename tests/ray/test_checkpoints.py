@@ -112,7 +112,7 @@ def test_a_damaged_one_is_skipped_with_a_warning_and_refused_when_named(tmp_path
     damaged(tmp_path / "rollout_000002" / file, how)
     assert newest(str(tmp_path)) == tmp_path / "rollout_000001"
     assert newest_checkpoint(tmp_path) == 1
-    (warning,) = caplog.messages
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "rollout_000002 is damaged and does not count" in warning
     assert str(tmp_path / "rollout_000002" / file) in warning
     with pytest.raises(ValueError, match=rf"--load: .*rollout_000002/{file}"):
