@@ -26,7 +26,7 @@ class RewardSection(Section):
     reward_url: str | None = None
     """Where reward remote POSTs {prompt, response, label, metadata}."""
     code_timeout: float = Field(5.0, gt=0)
-    """Seconds that one run of a program may take under reward code."""
+    """Seconds of CPU that one run of a program may take under reward code; three times as many by the clock."""
     code_memory_mb: int = Field(512, ge=64)
     """MiB of address space of each process of such a program."""
     judge_url: str | None = None

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from miles.config.reward import RewardSection
-from miles.rewards.sandbox import Ran, has_namespaces, run
+from miles.rewards.sandbox import CLOCK_FACTOR, Ran, has_namespaces, run
 from miles.types import Sample
 
 FENCED = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
@@ -61,7 +61,9 @@ class Code:
 
     def _run(self, program: str, given: str, end: float) -> Ran | None:
         left = end - time.monotonic()
-        return run(program, given, seconds=min(self._seconds, left), memory_mb=self._memory) if left > 0 else None
+        if left <= 0:
+            return None
+        return run(program, given, seconds=self._seconds, memory_mb=self._memory, clock=min(CLOCK_FACTOR * self._seconds, left))
 
 
 HARNESS = """

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 MOST_OUTPUT = 2**20
 """Bytes of output that are read; a program may write files of eight times that."""
+CLOCK_FACTOR = 3
 PROCESSES = 32
 LOOK_EVERY = 0.05
 """Seconds between looks at how many processes there are: root is above the kernel's own limit."""
@@ -46,12 +47,13 @@ class Ran:
     isolated: bool  # by the kernel
 
 
-def run(program: str, given: str = "", *, seconds: float, memory_mb: int) -> Ran:
+def run(program: str, given: str = "", *, seconds: float, memory_mb: int, clock: float | None = None) -> Ran:
     """Run a Python program with `given` as its input.
 
     Args:
-        seconds: of CPU of each process, and of the clock beyond Python's start.
+        seconds: of CPU of each process, whole ones.
         memory_mb: address space of each process, in MiB.
+        clock: seconds of the clock, beyond Python's start; default: CLOCK_FACTOR times `seconds`, as the machine may be busy.
     """
     isolated = has_namespaces()
     with tempfile.TemporaryDirectory(prefix="miles-code-", ignore_cleanup_errors=True) as folder:
@@ -69,7 +71,7 @@ def run(program: str, given: str = "", *, seconds: float, memory_mb: int) -> Ran
         }
         process, fault = _start(path, orders), ""
         try:
-            fault = _watch(process, time.monotonic() + seconds + STARTING, seconds)
+            fault = _watch(process, clock or CLOCK_FACTOR * seconds)
         finally:
             _end(process)
         output, errors = (_tail(path / name) for name in ("output", "errors"))
@@ -115,8 +117,9 @@ def _start(path: Path, orders: dict[str, object]) -> subprocess.Popen[bytes]:
         )
 
 
-def _watch(process: subprocess.Popen[bytes], end: float, seconds: float) -> str:
+def _watch(process: subprocess.Popen[bytes], seconds: float) -> str:
     """Waits for the program; returns why it must be ended, if it must."""
+    end = time.monotonic() + seconds + STARTING
     family = psutil.Process(process.pid)
     while True:
         try:

@@ -28,7 +28,7 @@ def isolated(request, monkeypatch):
 
 
 def run(program, given="", seconds=2.0, memory_mb=400):
-    return sandbox.run(program, given, seconds=seconds, memory_mb=memory_mb)
+    return sandbox.run(program, given, seconds=seconds, memory_mb=memory_mb, clock=max(seconds, 2.0))
 
 
 def left_over():
@@ -38,7 +38,7 @@ def left_over():
 
 
 def scored(answer, program, tests, **metadata):
-    code = Code(RewardSection(code_timeout=2))
+    code = Code(RewardSection(code_timeout=5, reward_timeout=60))
     return code(answer(f"Here:\n```python\n{program}\n```\nDone.", None, metadata={"tests": tests, **metadata}))
 
 
@@ -162,7 +162,7 @@ async def test_each_attack_costs_only_its_own_sample(scorer, answer):
     programs = [SUM, *(f"{attack}\nprint(7)" for attack in attacks), SUM]
     tests = [{"stdin": "1 2", "stdout": "3"}]
     samples = [answer(f"```python\n{program}\n```", None, metadata={"tests": tests}) for program in programs]
-    each = scorer("code", code_timeout=1, reward_workers=2)
+    each = scorer("code", code_timeout=2, reward_workers=2, reward_timeout=60)
     await each.score_group(PromptGroup(1, 0, 0, samples))
     assert [sample.reward for sample in samples] == [1.0, *[0.0] * len(attacks), 1.0]
     assert each.num_failed == 0
