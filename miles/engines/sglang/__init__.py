@@ -3,6 +3,7 @@
 In our processes:
 
 engine.py       the engine: what the controller and the router call
+checkpoint.py   names and shapes of the model's tensors
 flights.py      requests under way: cut and sent again around a publish, every token under its version
 options.py      settings into the server's flags
 versions.py     what differs between the versions of SGLang
@@ -15,5 +16,6 @@ In the server's processes, by its own interpreter:
 launcher.py     starts the server
 loader.py       SGLang calls it for weights: receives, loads, checksums, compares
 places.py       where each Hugging Face tensor lies in the server's fused parameters
+sharded.py      one rank's end of a publish to a tensor parallel server
 seeds.py        a seed for each request
 """

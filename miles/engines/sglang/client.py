@@ -14,6 +14,8 @@ logger = logging.getLogger(__name__)
 
 PASSING = (502, 503, 504)
 """Answers of a server, or of a proxy before it, that another try may turn into a good one."""
+KEEP_SECONDS = 2.0
+"""For which an idle connection is used again: the server closes one after 5, and a request must not meet that."""
 BACKOFF = 0.2  # seconds before the second try, doubled each time
 
 
@@ -55,7 +57,7 @@ class Client:
             OSError: the connection failed.
         """
         if self._generations is None:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_SECONDS)
             self._generations = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None, sock_connect=30))
         status, body = await self._exchange(self._generations, "POST", "/generate", payload)
         if status != 200:
@@ -105,7 +107,8 @@ class Client:
 
     def _controls(self) -> aiohttp.ClientSession:
         if self._control is None:
-            self._control = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None))
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_SECONDS)
+            self._control = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
         return self._control
 
     async def _exchange(

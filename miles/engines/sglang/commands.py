@@ -102,4 +102,8 @@ def _together(answers: list[dict[str, Any]]) -> dict[str, str]:
             error = kind(answer["error"]) if kind is not None else RuntimeError(f"{answer['kind']}: {answer['error']}")
             error.add_note(f"In the SGLang server:\n{answer['traceback']}")
             raise error
-    return {name: value for answer in answers for name, value in answer["result"].items()}
+    found: dict[str, str] = {}
+    for answer in answers:
+        for name, value in answer["result"].items():
+            found[name] = value if found.get(name, value) == value else f"{found[name]}, {value}"
+    return found

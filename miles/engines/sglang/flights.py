@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 AGAIN_SECONDS = 0.05
 """An abort that overtakes its request finds nothing to abort: it is sent again after so long."""
+BROKEN_CONNECTIONS = 2
+"""After which a request fails."""
 SEED_BITS = (1 << 63) - 1
 REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
@@ -44,6 +46,7 @@ class Flight:
     cut_if_begun: bool = False  # so does a pause, unless it was still waiting
     cached: int = 0
     cache_spans: list[VersionSpan] = field(default_factory=list)
+    broken: int = 0  # connections that broke under it
 
     def completion(self) -> Completion:
         assert self.finish is not None
@@ -180,11 +183,22 @@ class Flights:
             if error.status == 400:
                 raise ValueError(f"request {flight.request.request_id}: {error.message}") from None
             raise
+        except OSError as error:
+            self._again(flight, error)
+            return
         finally:
             flight.running = ""
             self.last_progress = time.monotonic()
             self._tell()
         self._add(flight, reply)
+
+    def _again(self, flight: Flight, error: OSError) -> None:
+        """A connection broke under a part, and the server lives: send it once more, under another id."""
+        flight.broken += 1
+        if flight.broken > BROKEN_CONNECTIONS:
+            raise error
+        logger.warning("request %s is sent again: %r", flight.request.request_id, error)
+        self._clean_up(flight.running)
 
     def _payload(self, flight: Flight) -> dict[str, Any]:
         sampling = flight.request.sampling
@@ -269,7 +283,8 @@ class Flights:
     @staticmethod
     def _shorten(flight: Flight, length: int) -> None:
         del flight.tokens[length:], flight.logprobs[length:]
-        flight.spans = [span._replace(end=min(span.end, length)) for span in flight.spans if span.start < length]
+        for spans in (flight.spans, flight.cache_spans):
+            spans[:] = [span._replace(end=min(span.end, length)) for span in spans if span.start < length]
 
 
 def _append_span(flight: Flight, span: VersionSpan) -> None:

@@ -15,11 +15,13 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
+from sglang.srt.distributed import get_tp_group
 from torch import Tensor, nn
 
 from miles.engines.served_weights import ServedWeights
 from miles.engines.sglang import seeds
 from miles.engines.sglang.places import NamedShape, find_places
+from miles.engines.sglang.sharded import ShardedWeights
 from miles.types import PublishPlan
 
 logger = logging.getLogger(__name__)
@@ -35,6 +37,7 @@ class ServerWeights:
         self._tensors: Sequence[NamedShape] = ()
         self._timeout = 0.0
         self._served: ServedWeights | None = None
+        self._sharded: ShardedWeights | None = None
         self._addresses: list[int] = []
 
     def describe(self, tensors: Sequence[NamedShape], timeout: float, seeded: bool) -> dict[str, str]:
@@ -50,32 +53,41 @@ class ServerWeights:
         return {}
 
     def begin(self, plan: PublishPlan, receiver_rank: int) -> dict[str, str]:
-        self._weights().begin(plan, receiver_rank)
+        self._receiver().begin(plan, receiver_rank)
         return {}
 
     def receive(self, index: int) -> dict[str, str]:
-        self._weights().receive(index)
+        self._receiver().receive(index)
         return {}
 
     def finish(self) -> dict[str, str]:
-        return self._weights().finish()
+        return self._receiver().finish()
 
     def abort(self) -> dict[str, str]:
-        self._weights().abort()
+        self._receiver().abort()
         return {}
 
     def check(self, action: str, options: dict[str, Any]) -> dict[str, str]:
+        if action == "checksum" and self._receiver() is self._sharded:
+            raise ValueError("check_weights checksum: a tensor parallel engine has no whole tensors; every publish compares the parts")
         return self._weights().check(action, **options)
+
+    def _receiver(self) -> ServedWeights | ShardedWeights:
+        served = self._weights()
+        return self._sharded or served
 
     def _weights(self) -> ServedWeights:
         """Found anew when SGLang has put its parameters elsewhere."""
         addresses = [parameter.data_ptr() for parameter in self.model.parameters()]
         if self._served is None or addresses != self._addresses:
-            views = {name: place.target for name, place in find_places(self.model, self._tensors).items()}
+            places, group = find_places(self.model, self._tensors), get_tp_group()
             if self._served is None:
-                self._served = ServedWeights(views, self._timeout, write=self._write)
+                self._served = ServedWeights(places.views(), self._timeout, write=self._write)
             else:
-                self._served.moved(views)
+                self._served.moved(places.views())
+            if group.world_size > 1:
+                rank, share = group.rank_in_group, lambda bucket: group.broadcast(bucket, src=0)
+                self._sharded = ShardedWeights(self._tensors, places, self._write, rank=rank, timeout=self._timeout, share=share)
             self._addresses = addresses
         return self._served
 

@@ -45,12 +45,18 @@ def _draw(logprobs: Tensor, seed: Tensor, positions: Tensor) -> Tensor:
 
 
 def _truncated(probs: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor, *rest: Any, **options: Any) -> Any:
-    """SGLang refuses min-p beside seeds, as its own draw needs normalised weights. Only the tail is cut by it, so it may come first."""
+    """What a batch goes through when any of its rows is cut. Drawn in the order of the vocabulary, as rows of other batches are."""
     min_p, seed, positions = rest
-    if min_p and seed is not None:
-        probs = probs.masked_fill(probs < probs.amax(-1, keepdim=True) * min_ps.view(-1, 1), 0.0)
-        min_p = False
-    return _sample_truncated(probs, top_ks, top_ps, min_ps, min_p, seed, positions, **options)
+    if seed is None or options.get("return_filtered_probs"):
+        return _sample_truncated(probs, top_ks, top_ps, min_ps, *rest, **options)
+    ordered, index = probs.sort(dim=-1, descending=True)
+    rank = torch.arange(probs.shape[-1], device=probs.device)
+    top_p = top_ps[:, None]
+    keep = (rank < top_ks[:, None]) & ((ordered.cumsum(-1) - ordered < top_p) | (top_p >= 1))
+    if min_p:
+        keep &= ordered >= ordered[:, :1] * min_ps[:, None]
+    kept = torch.zeros_like(probs).scatter_(-1, index, ordered.masked_fill_(~keep, 0.0))
+    return invert(kept, block_sums(kept), uniforms(seed, positions)[:, None]).to(torch.int32)
 
 
 def uniforms(seed: Tensor, positions: Tensor) -> Tensor:

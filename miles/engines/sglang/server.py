@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import logging
 import os
+import random
 import re
 import shutil
 import signal
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 LAUNCHER = Path(__file__).with_name("launcher.py")
 READY = "/model_info"  # answered once the model is loaded; /ready is younger than some versions
 LOOK_SECONDS = 0.25
+PORTS = range(20000, 32000)
 TRACKER_SECONDS = 2.0  # for the resource tracker to clean up
 TAIL = 25  # lines of the log in an error
 
@@ -175,6 +177,9 @@ def _lives(group: int) -> bool:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """SGLang takes ports up to 10,000 above its own, and the system hands out high ones to whoever asks."""
+    for port in random.SystemRandom().sample(PORTS, 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError(f"no port from {PORTS.start} to {PORTS.stop - 1} is free for an SGLang server")
