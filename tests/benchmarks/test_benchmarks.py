@@ -6,15 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
-NEEDS_A_SERVER = {"sglang_engine.py"}  # run where the tests of that engine are
+ELSEWHERE = {"sglang_engine.py", "recovery.py"}  # one needs a server of its own; recovery is in tests/e2e/test_recovery.py
 RUN_IN_E2E = {"resume_chaos.py"}  # its parts are what tests/e2e/test_resume_chaos.py works with
 COMMANDS = {
     "rollout_tokens.py": ["--size", "ci", "--repeats", "1"],
     "publish_stall.py": ["--size", "ci", "--repeats", "2", "--mode", "retract"],
-    "recovery.py": ["--repeats", "1"],
 }
 
 
@@ -40,15 +37,8 @@ def test_publish_stall(tmp_path: Path) -> None:
     assert result["bytes"] > 0 < result["copy_bound"]
 
 
-@pytest.mark.slow
-def test_recovery(tmp_path: Path) -> None:
-    out, result = run("recovery.py", tmp_path)
-    assert "recovery / cold start" in out
-    assert result["cold_start"]["median"] > 0 < result["recovery"]["median"]
-
-
 def test_every_benchmark_is_run_here_and_described() -> None:
     described = (ROOT / "benchmarks" / "README.md").read_text()
     programs = {path.name for path in (ROOT / "benchmarks").glob("*.py") if "__main__" in path.read_text()}
-    assert programs == set(COMMANDS) | NEEDS_A_SERVER | RUN_IN_E2E
+    assert programs == set(COMMANDS) | ELSEWHERE | RUN_IN_E2E
     assert all(f"benchmarks/{name}" in described for name in programs)
