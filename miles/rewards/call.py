@@ -86,6 +86,7 @@ class RewardCall:
         """End the processes, connections and async calls that are left. A class's own async `dispose` is called. Idempotent."""
         for task in self._abandoned:
             task.cancel()
+        self._threads.close()
         if self._pool is not None:
             await asyncio.to_thread(self._pool.close)
         elif inspect.iscoroutinefunction(close := getattr(self._function, "dispose", None)):

@@ -6,12 +6,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 ELSEWHERE = {"sglang_engine.py", "recovery.py"}  # one needs a server of its own; recovery is in tests/e2e/test_recovery.py
 RUN_IN_E2E = {"resume_chaos.py"}  # its parts are what tests/e2e/test_resume_chaos.py works with
 COMMANDS = {
     "rollout_tokens.py": ["--size", "ci", "--repeats", "1"],
     "publish_stall.py": ["--size", "ci", "--repeats", "2", "--mode", "retract"],
+    "checkpoint_stall.py": ["--size", "ci", "--repeats", "1", "--save-hf"],
+    "driver_overhead.py": ["--steps", "4", "--repeats", "1"],
+    "waste.py": ["--rollouts", "4"],
+    "overlap.py": ["--steps", "2", "--repeats", "1", "--latency", "50", "--groups", "2", "--siblings", "2", "--length", "8"],
 }
 
 
@@ -35,6 +41,32 @@ def test_publish_stall(tmp_path: Path) -> None:
     assert "shared_memory, retract" in out
     assert len(result["seconds"]["stall"]["all"]) == 2
     assert result["bytes"] > 0 < result["copy_bound"]
+
+
+def test_checkpoint_stall(tmp_path: Path) -> None:
+    out, result = run("checkpoint_stall.py", tmp_path)
+    assert "| async stall |" in out
+    assert result["bytes"] > 0 < result["seconds"]["async until on disk"]["median"]
+
+
+def test_driver_overhead(tmp_path: Path) -> None:
+    out, result = run("driver_overhead.py", tmp_path)
+    assert "| 64 groups of 8 |" in out
+    assert result["kinds"]["8 groups of 8"]["step_seconds"]["median"] > 0
+
+
+@pytest.mark.slow
+def test_waste(tmp_path: Path) -> None:
+    out, result = run("waste.py", tmp_path)
+    assert "| fast trainer |" in out
+    assert all(pace["waste"] <= 0.01 for pace in result["paces"].values())
+
+
+@pytest.mark.slow
+def test_overlap(tmp_path: Path) -> None:
+    out, result = run("overlap.py", tmp_path)
+    assert "| 50 ms |" in out
+    assert result["latencies"]["50"]["ratio"]["median"] > 0
 
 
 def test_every_benchmark_is_run_here_and_described() -> None:

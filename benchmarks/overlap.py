@@ -1,0 +1,92 @@
+"""Overlap: the steps of an asynchronous run against those of the best synchronous one, with a reward that takes its time.
+
+    python benchmarks/overlap.py --json overlap.json
+
+The asynchronous run has half of the cores for the engine and half for the trainer; the synchronous one gives all of them to each in turn.
+Both have the same model, prompts, lengths and optimizer steps. Efficiency is (max(generation, training) + publish) / step, of the
+asynchronous run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from report import machine, summary, table, write
+
+ROOT = Path(__file__).parent.parent
+LATENCIES = (0, 50, 200)
+WARM_UP = 2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="random:tiny", help="--hf-checkpoint")
+    parser.add_argument("--groups", type=int, default=8)
+    parser.add_argument("--siblings", type=int, default=8)
+    parser.add_argument("--length", type=int, default=64, help="tokens of every answer")
+    parser.add_argument("--steps", type=int, default=12, help="measured steps of one run")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--latency", type=int, choices=LATENCIES, action="append", help="milliseconds of a reward; may be repeated")
+    parser.add_argument("--cores", type=int, default=os.cpu_count() or 2)
+    parser.add_argument("--json", help="also write the result to this file")
+    options = parser.parse_args()
+    result: dict[str, Any] = {"machine": machine("cpu"), "options": vars(options), "latencies": {}}
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for latency in options.latency or LATENCIES:
+            found: dict[str, list[float]] = {"sync": [], "async": [], "efficiency": [], "ratio": []}
+            for repeat in range(options.repeats):
+                for kind in ("sync", "async")[:: 1 if repeat % 2 else -1]:
+                    step, efficiency = run(Path(folder), f"{kind}-{latency}-{repeat}", kind, latency, options)
+                    found[kind].append(step)
+                    found["efficiency"] += [efficiency] if kind == "async" else []
+                found["ratio"].append(found["sync"][-1] / found["async"][-1])
+            told = result["latencies"][latency] = {name: summary(values) for name, values in found.items()}
+            spread = f"{told['ratio']['least']:.2f} to {told['ratio']['most']:.2f}"
+            steps = [f"{told[kind]['median'] * 1e3:.0f}" for kind in ("sync", "async")]
+            rows.append([f"{latency} ms", *steps, f"{told['ratio']['median']:.2f}", spread, f"{told['efficiency']['median']:.3f}"])
+    print(table(["reward", "sync ms a step", "async ms a step", "sync / async", "spread", "efficiency"], rows))
+    write(options.json, result)
+
+
+def run(folder: Path, name: str, kind: str, latency: int, options: argparse.Namespace) -> tuple[float, float]:
+    """Median seconds of a step, and median overlap efficiency."""
+    threads = options.cores if kind == "sync" else max(options.cores // 2, 1)
+    flags = {
+        "--hf-checkpoint": options.model,
+        "--rollout-batch-size": options.groups,
+        "--n-samples-per-prompt": options.siblings,
+        "--max-response-length": options.length,
+        "--engine-max-running": options.groups * options.siblings,
+        "--engine-max-context": -(-(options.length + 64) // 64) * 64,
+        "--num-rollout": options.steps + WARM_UP + 1,
+        "--reward": f"waiting_rewards.wait_{latency}",
+        "--trainer-threads": threads,
+        "--engine-threads": threads,
+        "--run-root": folder,
+        "--name": name,
+        "--console": "quiet",
+        "--save-samples": 0,
+    }
+    driver = "train.py" if kind == "sync" else "train_async.py"
+    command = [sys.executable, str(ROOT / driver), "--config", str(ROOT / "recipes/tiny/run.toml"), "--ignore-eos"]
+    command += [str(part) for pair in flags.items() for part in pair]
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    environment |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "perf/step_seconds" in line][WARM_UP:-1]
+    return median(line["perf/step_seconds"] for line in steps), median(line["perf/overlap_efficiency"] for line in steps)
+
+
+if __name__ == "__main__":
+    main()
