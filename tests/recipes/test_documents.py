@@ -9,7 +9,20 @@ from miles.config.schema import settings
 
 ROOT = Path(__file__).parent.parent.parent
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "recipes").glob("*/README.md")]
-OTHER_COMMANDS = {"--help", "--task", "--options", "--wheel", "--quiet", "--rows", "--sft", "--gold-key", "--stacks"}
+OTHER_COMMANDS = {
+    "--help",
+    "--task",
+    "--options",
+    "--wheel",
+    "--quiet",
+    "--rows",
+    "--sft",
+    "--gold-key",
+    "--stacks",
+    "--model-path",
+    "--port",
+    "--custom-weight-loader",
+}
 """Flags that are not settings: of make_data.py and of commands of their own."""
 
 
