@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import shutil
+import socket
 import sys
 import sysconfig
 from pathlib import Path
@@ -41,9 +42,10 @@ class Cluster:
 
     def _join(self) -> None:
         try:
+            _knock(self.address or "")  # Ray itself tries for minutes without a word
             ray.init(address=self.address, namespace=self.namespace, log_to_driver=False, logging_level=logging.ERROR)
-        except ConnectionError as error:
-            raise ValueError(f"--ray-address: no Ray cluster answers at {self.address!r}: {error}") from None
+        except OSError as error:
+            raise ValueError(f"--ray-address: no Ray cluster answers at {self.address!r}: {error}{_hint(error)}") from None
         logger.info("joined the Ray cluster at %s: %s", self.address, _in_words(ray.cluster_resources()))
 
     def _start(self, cpus_needed: float) -> None:
@@ -80,6 +82,19 @@ class Cluster:
                 logger.debug("ended a process that outlived Ray: %s", name)
             self._temp.remove()
             self._temp = None
+
+
+def _hint(error: OSError) -> str:
+    """Ray's own ConnectionError comes also when a cluster wants a token, which Ray takes along only where it is told to."""
+    secret = type(error) is ConnectionError and "RAY_AUTH_MODE" not in os.environ
+    return ". Something listens there: if the cluster wants a token, set RAY_AUTH_MODE=token (and RAY_AUTH_TOKEN)" if secret else ""
+
+
+def _knock(address: str) -> None:
+    """Raises OSError when nothing listens at `address`, [ray://]host:port. Other forms, such as auto, are Ray's to resolve."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
 
 
 def _store_bytes() -> int:
