@@ -38,6 +38,8 @@ MODES: dict[str, tuple[str, ...]] = {
     "plain": (),
     "publish every 3": ("--update-weights-interval", "3"),
     "critic": ("--advantage-estimator", "ppo", "--use-tis"),
+    "fully async, on schedule": ("--fully-async", "--deterministic"),
+    "fully async, every 2": ("--fully-async", "--deterministic", "--update-weights-interval", "2", "--max-weight-staleness", "1"),
     "filtered": ("--group-filter", "reward_spread", "--update-weights-interval", "2", "--save-interval", "2"),
 }
 TIMES = re.compile(r"^(perf/|time$)")
@@ -162,7 +164,7 @@ class Chaos:
     def reference(self, mode: str) -> tuple[Outcome, float]:
         """The outcome of the run that is never killed, and its seconds."""
         if mode not in self.whole:
-            name = f"whole-{mode.replace(' ', '-')}"
+            name = f"whole-{list(self.modes).index(mode)}"
             started = time.monotonic()
             code = self.nursery.run(self.argv(name, mode), self.root / f"{name}.log")
             assert code == 0, (self.root / f"{name}.log").read_text()

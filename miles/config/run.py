@@ -14,6 +14,8 @@ class RunSection(Section):
     """Folder that holds the run folders."""
     seed: int = 0
     """Seed of everything random: data order, sampling, initial value head."""
+    deterministic: bool = False
+    """The same seed gives the same bits, fully asynchronous too; what depends on timing (a lost engine, a passed limit) ends the run."""
     in_process: bool = False
     """Host all workers in this one process instead of Ray actors (debugging, fast tests)."""
     ray_address: str | None = None

@@ -31,6 +31,8 @@ class Publisher(Exporter, Protocol):
 
 
 class Executor(Evaluator, Protocol):
+    async def quiet(self) -> None: ...
+
     async def set_weight_version(self, version: int) -> None: ...
 
 
@@ -69,6 +71,7 @@ async def update_weights(
     run = runs.current()
     guard = run.guard
     await guard.halt_if_asked()
+    await executor.quiet()
     failures = 0
     while True:
         engines = await guard.watch(controller.start_update_weights())

@@ -122,7 +122,7 @@ def engine_specs(args: RunConfig) -> list[WorkerSpec]:
             kind="engine",
             num_cpus=args.cpus_per_engine,
             num_gpus=_gpus(args, args.gpus_per_engine),
-            env=threads,
+            env={**threads, **_deterministic(args)},
             start=Limit(args.worker_start_timeout, "--worker-start-timeout"),
             limits=limits,
             default_limit=Limit(args.publish_timeout, "--publish-timeout"),
@@ -152,7 +152,7 @@ def trainer_specs(args: RunConfig, role: Role, store: Any) -> list[WorkerSpec]:
             apart=True,
             num_cpus=args.cpus_per_trainer,
             num_gpus=_gpus(args, args.gpus_per_trainer),
-            env={**threads, "GLIBC_TUNABLES": _TRAINER_MALLOC},
+            env={**threads, **_deterministic(args), "GLIBC_TUNABLES": _TRAINER_MALLOC},
             start=Limit(args.worker_start_timeout, "--worker-start-timeout"),
             limits=limits,
             default_limit=Limit(args.train_timeout, "--train-timeout"),
@@ -164,6 +164,7 @@ def trainer_specs(args: RunConfig, role: Role, store: Any) -> list[WorkerSpec]:
 def executor_spec(args: RunConfig, store: Any) -> WorkerSpec:
     limits = {
         "get": Limit(args.generate_timeout + _SLACK, "--generate-timeout"),
+        "quiet": Limit(args.generate_timeout + _SLACK, "--generate-timeout"),
         "save": Limit(args.generate_timeout + _SLACK, "--generate-timeout"),
         "eval": Limit(args.eval_timeout + _SLACK, "--eval-timeout"),
         "dispose": Limit(args.shutdown_timeout, "--shutdown-timeout"),
@@ -190,6 +191,11 @@ def all_specs(run: Run) -> list[WorkerSpec]:
 def _cpus_needed(args: RunConfig) -> float:
     ranks = args.num_trainers * (2 if args.use_critic else 1)
     return ranks * args.cpus_per_trainer + args.num_engines * args.cpus_per_engine
+
+
+def _deterministic(args: RunConfig) -> dict[str, str]:
+    """What cuBLAS must know before it is loaded."""
+    return {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if args.deterministic else {}
 
 
 def _uses_gpus(args: RunConfig) -> bool:

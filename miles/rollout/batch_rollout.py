@@ -69,6 +69,9 @@ class BatchRollout:
         """Whatever is in flight belongs to a call."""
         return True
 
+    async def quiet(self) -> None:
+        """The driver waits for the call before it publishes."""
+
     def state(self) -> FunctionState:
         draws = {str(rollout_id): draws for rollout_id, draws in self.draws.items()}
         return FunctionState({"draws": draws, "verdicts": self.context.verdicts.state()})

@@ -91,6 +91,9 @@ class FullyAsyncRollout:
     def idle(self) -> bool:
         return not self.flights
 
+    async def quiet(self) -> None:
+        """Groups go on across a publish; each token has its version."""
+
     def state(self) -> FunctionState:
         """Finished groups stay; those in flight are started again."""
         groups = [entry.group for entry in self.buffer.waiting]

@@ -9,7 +9,7 @@ from miles.config.run_config import RunConfig
 from miles.data.dataset import FirstRows, check_prompts
 from miles.plugins import check
 from miles.rewards import call
-from miles.rollout import filters, generate, rollout_executor
+from miles.rollout import filters, functions, generate, rollout_executor
 
 COMPARE_WITH_LABEL = frozenset({"math", "gsm8k", "dapo", "multiple_choice", "exact", "last_number", "f1"})
 
@@ -35,7 +35,7 @@ def check_plugs(args: RunConfig) -> None:
         *((part, call.BUILTIN, "--reward") for part in parts_of(args.reward)),
         *((part, call.BUILTIN, "--eval-reward") for part in parts_of(args.eval_reward or args.reward)),
         *((part, call.BUILTIN, "--reward-by-set") for mix in args.reward_by_set.values() for part in parts_of(mix)),
-        (args.rollout_function, rollout_executor.BUILTIN, "--rollout-function"),
+        (args.rollout_function, functions.BUILTIN, "--rollout-function"),
         (args.generate_function, generate.BUILTIN, "--generate-function"),
         (args.group_filter, filters.BUILTIN, "--group-filter"),
         (args.tool_functions, None, "--tool-functions"),

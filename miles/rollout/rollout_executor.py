@@ -16,18 +16,18 @@ from miles.data.rollout_data import pack, split
 from miles.data.tokenizer import load_tokenizer
 from miles.engines.router import Router
 from miles.fault_tolerance.kill_points import reached
-from miles.plugins import load
 from miles.protocols import Engine, ObjectStore, RolloutFn
 from miles.rewards.reward import RewardScorer
 from miles.rollout.context import RolloutContext, train_sampling
 from miles.rollout.evaluate import Evaluator
 from miles.rollout.filters import load_filter
 from miles.rollout.first_rollout import WatchedRouter, check_exchanges, check_gold
+from miles.rollout.functions import load_rollout_function
 from miles.rollout.generate import build_generate, load_generate, single_turn
 from miles.rollout.group import cut_off
 from miles.rollout.metrics import rollout_metrics, without_marker
 from miles.rollout.sample_log import write_samples
-from miles.rollout.saves import Saves
+from miles.rollout.saves import KeepsState, Saves
 from miles.rollout.state import Drained, write
 from miles.rollout.verdicts import Verdicts
 from miles.tracking.ledger import Ledger
@@ -35,11 +35,6 @@ from miles.types import EvalResult, PromptGroup, RolloutDataRef, RolloutOutput
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-
-BUILTIN = {
-    "batch": "miles.rollout.batch_rollout.BatchRollout",
-    "fully_async": "miles.rollout.fully_async_rollout.FullyAsyncRollout",
-}
 
 
 class RolloutExecutor:
@@ -53,9 +48,7 @@ class RolloutExecutor:
         self.store = store
         self.tokenizer = load_tokenizer(args)
         self.data = load_source(args, self.tokenizer)
-        self.make_rollout_fn = load(
-            args.rollout_function or ("fully_async" if args.fully_async else "batch"), BUILTIN, setting="--rollout-function"
-        )
+        self.make_rollout_fn = load_rollout_function(args)
         self.ledger = Ledger(Path(args.run_dir) / "ledger.jsonl")
         self.context = RolloutContext(
             args=args,
@@ -192,6 +185,11 @@ class RolloutExecutor:
     async def report_eval_skip(self, rollout_id: int, reason: str) -> None:
         """An evaluation that was never started; whoever dispatches logs the missing point."""
         logger.warning("no evaluation at rollout %d: %s", rollout_id, reason)
+
+    async def quiet(self) -> None:
+        """Before every publish: waits for answers that must not mix two versions."""
+        if isinstance(self.rollout_fn, KeepsState):
+            await self._call(self.rollout_fn.quiet())
 
     async def set_weight_version(self, version: int) -> None:
         """After every publish: what is drained from now on is as old as its distance to `version`."""

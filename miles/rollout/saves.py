@@ -26,6 +26,10 @@ class KeepsState(Protocol):
         """Whether nothing is in flight. One that waits calls `context.at_rest` whenever that becomes true outside of a call."""
         ...
 
+    async def quiet(self) -> None:
+        """Called before a publish: returns when no answer that must not mix two versions is in flight."""
+        ...
+
     def state(self) -> FunctionState:
         """Called at a save, when idle where it waits."""
         ...

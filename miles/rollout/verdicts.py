@@ -6,12 +6,16 @@ import logging
 from collections import Counter
 from typing import Any
 
-from miles.config.rollout import RolloutSection
+from miles.config.run_config import RunConfig
 from miles.protocols import GroupFilter
 from miles.tracking.ledger import Ledger
 from miles.types import PromptGroup
 
 logger = logging.getLogger(__name__)
+
+
+TIMING = ("timeout", "engine")
+"""Kinds of failures that depend on the machine and not on the run."""
 
 
 class GroupFailed(Exception):
@@ -27,7 +31,7 @@ class GroupFailed(Exception):
 class Verdicts:
     """Counts since the last filled rollout, with two limits that end a run whose groups all come to nothing."""
 
-    def __init__(self, args: RolloutSection, group_filter: GroupFilter | None, ledger: Ledger):
+    def __init__(self, args: RunConfig, group_filter: GroupFilter | None, ledger: Ledger):
         self.args = args
         self.group_filter = group_filter
         self.ledger = ledger
@@ -61,8 +65,14 @@ class Verdicts:
         """Whether a failed group is started again; else it is dropped for good.
 
         Raises:
-            RuntimeError: as many groups in a row as a rollout has were dropped, so nothing but failures comes.
+            RuntimeError: as many groups in a row as a rollout has were dropped, so nothing but failures comes; or, with
+                --deterministic, any failure that another run would not have.
         """
+        if self.args.deterministic and failure.kind in TIMING:
+            raise RuntimeError(
+                f"{failure}; with --deterministic this ends the run, as another attempt would give other numbers: "
+                "--resume goes on from the last checkpoint"
+            ) from failure
         if failure.again and group.attempt < self.args.group_retries:
             self.ledger.note("retried", group.group_index, attempt=group.attempt, reason=failure.kind, detail=failure.reason)
             self.retried += 1

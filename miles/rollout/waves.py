@@ -19,7 +19,9 @@ async def run_wave(context: RolloutContext, name: str, groups: Sequence[PromptGr
     `name` is unique in the run; it names the waves and requests. While no engine lives, it waits for one.
     """
     await context.router.ready()
-    table = WaveTable(name, context.router, patience=context.args.sample_timeout / 4)
+    args = context.args
+    patience = args.sample_timeout * (2 if args.deterministic else 0.25)  # past the limit itself: nobody is left behind
+    table = WaveTable(name, context.router, patience)
     seats = [[table.seat(position, place) for place in range(len(group.samples))] for position, group in enumerate(groups)]
     failures: list[GroupFailed | None] = [None] * len(groups)
 

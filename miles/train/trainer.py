@@ -65,6 +65,7 @@ class Trainer:
         if self.device.type == "cpu":
             torch.set_num_threads(args.trainer_threads or 1)
         torch.manual_seed(args.seed)
+        torch.use_deterministic_algorithms(args.deterministic)
         sharded = needs_sharding(self.ranks.world_size, self.dtype)
         self._closing.callback(self.ranks.leave)
         self.ranks.join(master_address, master_port, args.train_timeout, sharded)

@@ -36,6 +36,7 @@ class EngineCore:
     def load(self) -> None:
         args = self.args
         self.device = pick_device(args.device)
+        torch.use_deterministic_algorithms(args.deterministic)
         if args.engine_threads is not None or (self.device.type == "cpu" and not args.colocate):
             torch.set_num_threads(args.engine_threads or 1)
         begin = time.monotonic()

@@ -63,6 +63,10 @@ class RemoteExecutor:
     async def report_eval_skip(self, rollout_id: int, reason: str) -> None:
         await self._handle.report_eval_skip(rollout_id, reason)
 
+    async def quiet(self) -> None:
+        """Wait for answers that must not mix two weight versions."""
+        await self._run.guard.watch(self._handle.quiet())
+
     async def set_weight_version(self, version: int) -> None:
         await self._run.guard.watch(self._handle.set_weight_version(version))
 
