@@ -137,6 +137,9 @@ class Controller:
 class Executor:
     version = None
 
+    async def quiet(self):
+        pass
+
     async def set_weight_version(self, version):
         self.version = version
 
