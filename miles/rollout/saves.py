@@ -100,7 +100,7 @@ class Saves:
             own = function.state()
             data = self._state(pending.rollout_id, function)
             ahead = Ahead(merged(self.context.data.state(), own.in_flight), own, [pending.drained[id] for id in sorted(pending.drained)])
-            pending.taken.set_result(files.document(pending.data | {"ledger_bytes": data["ledger_bytes"]}, ahead))
+            pending.taken.set_result(files.document(pending.data | {"ledger_number": data["ledger_number"]}, ahead))
 
     def note_drained(self, entry: Drained) -> None:
         self.asked.discard(entry.rollout_id)
@@ -125,7 +125,7 @@ class Saves:
             "rollout_id": rollout_id,
             "num_rollout": self.context.num_rollout,
             "weight_version": self.context.weight_version,
-            "ledger_bytes": self.context.ledger.size(),
+            "ledger_number": self.context.ledger.next_number,
             "data": merged(self.context.data.state(), function.untrained(rollout_id)),
         }
 
@@ -133,7 +133,7 @@ class Saves:
         """Go on after rollout `rollout_id`. ValueError: no usable state of that rollout in `folder`."""
         context, function = self.context, self.function
         state = files.read(folder, rollout_id)
-        context.ledger.rewind(int(state["ledger_bytes"]), rollout_id)
+        context.ledger.rewind(int(state["ledger_number"]), rollout_id)
         ahead = state["ahead"]
         if ahead is None or not isinstance(function, KeepsState):
             context.data.load_state(state["data"])

@@ -98,16 +98,21 @@ class Ledger:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.books = Books()  # of what this process noted, and after `rewind` of the whole file
+        self.next_number = 0  # of the next line
         self._file = os.open(self.path, os.O_APPEND | os.O_CREAT | os.O_WRONLY, 0o644)
 
     def note(self, event: str, group_index: int, **fields: Any) -> None:
-        """Append one line: {"event", "group_index", "time", ...fields}. Raises LedgerError when the books forbid it."""
+        """Append one line: {"event", "group_index", "number", "time", ...fields}. Raises LedgerError when the books forbid it."""
         self.note_all(event, (group_index,), **fields)
 
     def note_all(self, event: str, group_indices: Iterable[int], **fields: Any) -> None:
         """Append one line for each group, in one write."""
         now = round(time.time(), 3)
-        lines = [{"event": event, "group_index": group_index, "time": now, **fields} for group_index in group_indices]
+        lines = [
+            {"event": event, "group_index": group_index, "number": number, "time": now, **fields}
+            for number, group_index in enumerate(group_indices, self.next_number)
+        ]
+        self.next_number += len(lines)
         os.write(self._file, "".join(json.dumps(line, default=str) + "\n" for line in lines).encode())
         known = len(self.books.faults)
         for line in lines:
@@ -125,32 +130,26 @@ class Ledger:
         if wrong := [f"{number} {stage}" for stage, number in where.items() if counts[stage] != number]:
             raise LedgerError(f"{self.path}: the producer has {', '.join(wrong)}, the books say {self.books}")
 
-    def size(self) -> int:
-        """Bytes written so far."""
-        return os.fstat(self._file).st_size
-
     def sync(self) -> None:
         """Returns when every note is on the disk itself."""
         os.fsync(self._file)
 
-    def rewind(self, size: int, last_rollout: int) -> None:
+    def rewind(self, next_number: int, last_rollout: int) -> None:
         """Back to where a checkpoint was taken: what was written later goes, and so does what it tells of later rollouts.
 
+        By numbers and not by bytes, as a run may be killed again before its next checkpoint, and rewound from a file that was cut already.
+
         Args:
-            size: bytes that the ledger had then. A ledger that never was so long is another run's, and left alone.
+            next_number: `next_number` as it was then.
             last_rollout: of the checkpoint; drains and trainings of later ones are done again.
         """
-        if self.size() < size or size == 0:
-            return
-        with self.path.open("rb") as file:
-            lines = file.read(size).decode("utf-8", errors="replace").splitlines()
-        kept = [line for line in lines if not _is_later(json.loads(line), last_rollout)]
+        kept = [line for line in read(self.path) if line["number"] < next_number and not _is_later(line, last_rollout)]
         temporary = self.path.with_suffix(".cut")
-        temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         os.replace(temporary, self.path)
         os.close(self._file)
         self._file = os.open(self.path, os.O_APPEND | os.O_WRONLY)
-        self.books = balance(read(self.path))
+        self.books, self.next_number = balance(kept), next_number
 
     def close(self) -> None:
         """Idempotent."""
@@ -184,11 +183,11 @@ def balance(lines: Iterable[dict[str, Any]]) -> Books:
 
 
 def histories(lines: Iterable[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
-    """Group -> its events in order, without times: what two runs that are the same have in common.
+    """Group -> its events in order, without times and numbers: what two runs that are the same have in common.
 
     The order of different groups' lines is that of what was faster, the training of one rollout or the generation of the next.
     """
     found: dict[int, list[dict[str, Any]]] = {}
     for line in lines:
-        found.setdefault(line["group_index"], []).append({name: value for name, value in line.items() if name != "time"})
+        found.setdefault(line["group_index"], []).append({name: value for name, value in line.items() if name not in ("time", "number")})
     return dict(sorted(found.items()))

@@ -10,7 +10,7 @@ from miles.fault_tolerance.kill_points import POINTS
 TRIALS = {
     "plain": [
         ["taken@1", "before_step@1", "actor_saved@2", "before_complete@3"],
-        ["after_complete@1", "bucket_sent@4", "before_eval@3"],
+        ["after_complete@1", "before_trained@2", "before_step@2", "bucket_sent@4"],
     ],
     "fully async, on schedule": [["generated@9", "after_publish@1", "before_complete@3"]],
     "publish every 3": [["executor_columns@0", "after_trained@1", "scored@17"]],

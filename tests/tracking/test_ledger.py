@@ -107,11 +107,15 @@ def test_a_rewound_ledger_is_that_of_the_checkpoint(tmp_path):
     books.note_all("drained", (0, 1), rollout_id=0)
     books.note_all("trained", (0, 1), rollout_id=0)
     books.note_all("drained", (2, 3), rollout_id=1)  # drained before rollout 0 is saved, and handed out again
-    size = books.size()
+    number = books.next_number
     books.note_all("trained", (2, 3), rollout_id=1)
     books.note_all("taken", (4, 5))
     again = Ledger(books.path)
-    again.rewind(size, 0)
+    again.rewind(number, 0)
+    again.note_all("trained", (2, 3), rollout_id=1)
+    again.note_all("taken", (6, 7))
+    again = Ledger(books.path)  # killed once more, before the next checkpoint
+    again.rewind(number, 0)
     assert {group: [note["event"] for note in notes] for group, notes in histories(ledger.read(books.path)).items()} == {
         0: ["taken", "drained", "trained"],
         1: ["taken", "drained", "trained"],
@@ -122,5 +126,5 @@ def test_a_rewound_ledger_is_that_of_the_checkpoint(tmp_path):
     again.note_all("trained", (2, 3), rollout_id=1)
     assert balance(ledger.read(books.path)).holds
     other = Ledger(tmp_path / "another.jsonl")
-    other.rewind(size, 0)
-    assert other.size() == 0, "a run that starts from another's checkpoint has a ledger of its own"
+    other.rewind(number, 0)
+    assert other.path.read_bytes() == b"", "a run that starts from another's checkpoint has a ledger of its own"
