@@ -496,6 +496,24 @@ async def test_a_scheduler_that_hangs_is_found_though_its_server_answers(engine:
     assert (await engine.health()).stuck_seconds == 0
 
 
+async def test_an_engine_attaches_to_a_server_and_leaves_it_running(engine: Engine, trainer: Trainer) -> None:
+    if not isinstance(engine, SGLangEngine):
+        return  # only a server can be attached to
+    assert engine._server is not None
+    attached = SGLangEngine(engine.args.model_copy(update={"sglang_python": None}), "attached", url=engine._server.url)
+    await attached.init()
+    end = Trainer(attached, trainer.models)
+    version = await end.publish(1)
+    answer = await attached.generate(ask("attached."))
+    assert answer.version_spans == [(0, 16, version)]
+    assert gap(trainer.models[1], PROMPT, answer) < 1e-4
+    await attached.pause("retract")
+    await attached.dispose()
+    end.dispose()
+    engine._server.check()
+    assert len((await engine.generate(ask("still-there."))).token_ids) == 16
+
+
 async def test_a_disposed_engine_ends_what_it_had_and_refuses_more(engine: Engine) -> None:
     """The last test: the engine is gone after it."""
     task = asyncio.create_task(engine.generate(ask("last.", new=300)))
