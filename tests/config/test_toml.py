@@ -30,7 +30,7 @@ def values_of(setting: Setting) -> st.SearchStrategy:
     }
     made = {
         "bool": st.booleans(),
-        "int": st.integers(2, 60000),
+        "int": st.integers(64, 60000),
         "float": st.floats(0.001, 0.999),
         "str": TEXT,
         "choice": st.sampled_from(setting.choices or ("",)),

@@ -38,7 +38,7 @@ def test_flags_and_recipes_exist(document: Path) -> None:
         return
     text = document.read_text()
     known = {setting.flag for setting in settings().values()} | OTHER_COMMANDS
-    flags = {flag for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text) if flag != "--config"}
+    flags = {flag for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text) if flag not in ("--config", "--resume")}
     assert {flag for flag in flags if flag not in known and flag.replace("--no-", "--", 1) not in known} == set()
     for path in re.findall(r"recipes/[\w-]+/[\w.]+", text):
         assert (ROOT / path).exists(), path
