@@ -12,9 +12,9 @@ from miles.rewards.reward import RewardScorer
 from miles.rollout.context import RequestRouter
 from miles.types import Completion, GenerateRequest, PromptGroup, Sample, SampleStatus
 
-BY_RULE = ("math", "multiple_choice", "exact", "last_number", "f1")
+BY_RULE = ("math", "gsm8k", "dapo", "multiple_choice", "exact", "last_number", "f1")
 """Built-in rewards that the label itself must satisfy."""
-GOLD_FORMS = ("{}", "\\boxed{{{}}}", "The answer is {}.")
+GOLD_FORMS = ("{}", "\\boxed{{{}}}", "The answer is {}.", "#### {}", "Answer: {}")
 MAX_GOLD = 16
 
 Exchange = tuple[GenerateRequest, Completion]

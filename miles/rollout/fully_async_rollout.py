@@ -168,6 +168,7 @@ class FullyAsyncRollout:
             )
         assert rollout_id == self.pacing.next_rollout, f"rollout {rollout_id} asked for, {self.pacing.next_rollout} is next"
         self.pacing.anchor()
+        self.context.ledger.expect({"in flight": len(self.flights), "finished": len(self.buffer.waiting)})
         return self.pacing
 
     def _refuse_stale(self, pacing: Pacing) -> None:

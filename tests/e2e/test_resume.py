@@ -1,8 +1,11 @@
 """A resumed run goes on as if it had never stopped."""
 
+import time
+
 import pytest
 
 from miles.ray.guard import EndOfRun
+from miles.tracking import ledger
 
 pytestmark = pytest.mark.filterwarnings("default")  # as users run it
 
@@ -29,6 +32,19 @@ def test_fully_async_trains_every_group_once_across_a_resume(drive):
     assert len(groups) == 24
     assert sorted(groups) == sorted(set(groups))
     assert max(groups) < 24 + 8
+
+
+@pytest.mark.case("C69")
+@pytest.mark.parametrize("flags", [(), ("--fully-async",)])
+def test_engines_have_the_restored_weights_before_they_are_asked(drive, flags):
+    """No deadlock of engines that wait for weights and a trainer that waits for rollouts; nothing is written by the base checkpoint."""
+    first = drive("first", "--num-rollout", 6, "--save-interval", 4, "--debug-exit-after-rollout", 4, *flags)
+    resumed_at = time.time()
+    run = drive("first", "--num-rollout", 6, "--save-interval", 4, "--load", first.folder / "checkpoints", *flags)
+    written = [line for line in ledger.read(run.folder / "ledger.jsonl") if line["event"] == "finished" and line["time"] >= resumed_at]
+    assert written
+    assert min(line["version"] for line in written) == 5  # version 1 is the base checkpoint's, 5 that of four trained rollouts
+    assert [rollout for rollout, _ in run.series("train/loss")] == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.case("C67")
