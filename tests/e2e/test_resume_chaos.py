@@ -31,7 +31,8 @@ def test_a_killed_run_ends_like_one_that_was_not(chaos, mode):
         trial = chaos.trial(f"{mode.replace(' ', '-').replace(',', '')}-{number}", mode, kills)
         assert trial.wrong == []
         assert trial.kills == kills, "every point was reached"
-        assert trial.repeated <= len(kills), "a kill costs a rollout at most"
+        # A save that was being written at the kill does not count, and there is never more than one.
+        assert trial.repeated <= 2 * len(kills), "a kill costs two rollouts at most"
 
 
 def test_every_point_is_drawn():

@@ -134,7 +134,7 @@ def test_a_reference_that_is_another_model_is_seen(tiny: str) -> None:
 def test_a_ratio_that_is_not_1_is_seen(tiny: str) -> None:
     trainer = verifying(tiny, keep_old_actor=True)
     share = honest(trainer)
-    assert trainer.old_actor is not None
-    for kept in trainer.old_actor.kept:
+    assert trainer.published is not None
+    for kept in trainer.published.kept.values():
         kept.mul_(1.1)
     assert "away from 1" in finding(trainer, share)

