@@ -93,7 +93,7 @@ def main(flags: list[str]) -> int:
     terminal.print(report(read_metrics(), seconds))
     terminal.print("\nNext:")
     for command, what in (
-        (f".venv/bin/miles show {RUN}", "every step of this run"),
+        (f".venv/bin/miles show {RUN}", "its last steps as a table"),
         (f".venv/bin/miles train-async --config {RECIPE}/fully_async.toml", "the same, generation never stops"),
         (".venv/bin/miles train-async --help", "every setting; docs/own-reward.md: your own task"),
     ):

@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_STORE_BYTES = 2 * 2**30
 _MIN_STORE_BYTES = 128 * 2**20
+_MAX_SHARING = 4
 
 
 class Cluster:
@@ -50,21 +51,28 @@ class Cluster:
 
     def _start(self, cpus_needed: float) -> None:
         cpus, wanted = os.cpu_count() or 1, math.ceil(cpus_needed)
+        if wanted > _MAX_SHARING * cpus:
+            raise ValueError(
+                f"not enough CPUs: the workers ask for {wanted} and this machine has {cpus}; more than {_MAX_SHARING} that share one only "
+                "wait for each other. Lower --num-trainers or --num-engines, or --cpus-per-trainer and --cpus-per-engine, or join a larger "
+                "cluster with --ray-address"
+            )
         if wanted > cpus:
             logger.warning("the workers ask for %d CPUs and this machine has %d: they will share", wanted, cpus)
         remove_stale()
         self._temp = TempFolder()
-        ray.init(
-            namespace=self.namespace,
-            num_cpus=max(cpus, wanted),
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            object_store_memory=_store_bytes(),
-            _temp_dir=self._temp.path,
-            # Workers have environments of their own, so processes started ahead would never be used.
-            _system_config={"prestart_worker_first_driver": False, "enable_worker_prestart": False},
-        )
+        with processes.in_groups_of_their_own():
+            ray.init(
+                namespace=self.namespace,
+                num_cpus=max(cpus, wanted),
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                object_store_memory=_store_bytes(),
+                _temp_dir=self._temp.path,
+                # Workers have environments of their own, so processes started ahead would never be used.
+                _system_config={"prestart_worker_first_driver": False, "enable_worker_prestart": False},
+            )
         logger.info("started a local Ray: %s", _in_words(ray.cluster_resources()))
 
     def env(self) -> dict[str, str]:

@@ -69,6 +69,8 @@ def refuse_if_too_many(slots: Sequence[Slot], specs: Sequence[WorkerSpec], free:
         if need > have + _ROUNDING:
             kinds = Counter(spec.kind for spec in specs)
             workers = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+            if resource == "GPU" and not total.get("GPU"):
+                raise ValueError(f"--device: the run asks for {need:g} GPUs ({workers}) and there is none here; --device cpu runs without")
             raise ValueError(
                 f"not enough {resource} slots: the run needs {need:g} ({workers}), {have:g} of {total.get(resource, 0.0):g} are free. "
                 f"Lower {flags}{_SHARING if resource == 'GPU' else ''}, or join a larger cluster with --ray-address"

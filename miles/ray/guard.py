@@ -7,6 +7,7 @@ import logging
 import re
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -20,6 +21,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_ONE_REQUEST = 1.0
+"""Seconds in which signals are one request: `timeout` signals its command and then the whole group."""
 
 HOUSE = Path(__file__).parents[1]
 WORKER_NOTE = "\nIn worker "
@@ -53,6 +56,7 @@ class RunGuard:
         self._old_handlers: dict[signal.Signals, Any] = {}
         self._ending: asyncio.Task[None] | None = None
         self.signum: int | None = None
+        self._asked_at = 0.0
 
     async def watch(self, awaitable: Awaitable[T]) -> T:
         """Await it, unless the run fails first: then raise that."""
@@ -111,10 +115,12 @@ class RunGuard:
 
     def _signalled(self, signum: int) -> None:
         if self.signum is not None:
+            if time.monotonic() - self._asked_at < _ONE_REQUEST:
+                return
             logger.warning("second %s: ending at once", signal.Signals(signum).name)
             self.fail(Interrupted(signum))
             return
-        self.signum = signum
+        self.signum, self._asked_at = signum, time.monotonic()
         logger.warning("%s: ending the run; send it again to end without saving", signal.Signals(signum).name)
         self._ending = asyncio.get_running_loop().create_task(self._end(signum), name="end of run on a signal")
 

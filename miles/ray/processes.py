@@ -3,9 +3,36 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+import os
+import sys
+from collections.abc import Iterable, Iterator
 
 import psutil
+
+_apart = False
+
+
+def _leave_the_group() -> None:
+    if _apart:
+        os.setpgrp()
+
+
+os.register_at_fork(after_in_child=_leave_the_group)
+
+
+@contextlib.contextmanager
+def in_groups_of_their_own() -> Iterator[None]:
+    """What is forked in here with a preexec_fn, as Ray starts its services, gets no signal that is meant for this process's group.
+
+    `timeout`, service managers and batch systems end a job by signalling its whole group; Ray's services would die at once, and the
+    run could neither save nor end its workers. On Linux only: there Ray has them die with this process, elsewhere through their group.
+    """
+    global _apart
+    _apart = sys.platform == "linux"
+    try:
+        yield
+    finally:
+        _apart = False
 
 
 def descendants() -> list[psutil.Process]:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 import pytest
 
@@ -50,10 +51,14 @@ def test_missing_parts_are_said_at_once(drive, tmp_path):
 @pytest.mark.case("C83")
 @pytest.mark.slow
 def test_sigterm_saves_the_step_and_leaves_nothing(launch, tmp_path):
+    """As `timeout`, service managers and batch systems send it: to the process, and to its whole group."""
     process = launch("term", "--num-rollout", 1000)
     process.wait_for(lambda run: run.trained(2))
+    before = time.monotonic() - process.started
     process.process.send_signal(signal.SIGTERM)
+    os.killpg(process.process.pid, signal.SIGTERM)
     run = process.end()
+    assert run.seconds - before < 50, "it waited for processes that were gone"
     assert run.code == 128 + signal.SIGTERM
     assert "ended by SIGTERM; rollout" in run.err.splitlines()[-1]
     saved = sorted((run.folder / "checkpoints").glob("rollout_*/COMPLETE"))

@@ -99,7 +99,29 @@ def test_a_guard_that_outlives_its_loop_leaves_the_default_action():
         sys.excepthook = hook
 
 
-async def test_a_second_signal_does_not_wait_for_the_save():
+async def test_signals_that_come_together_are_one_request():
+    guard, asked = RunGuard(), []
+    hook = sys.excepthook
+
+    async def save():
+        asked.append("save")
+        return "; saved"
+
+    guard.install(save)
+    try:
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(0)
+        with pytest.raises(Interrupted, match="ended by SIGTERM; saved"):
+            await guard.watch(asyncio.sleep(60))
+        assert asked == ["save"]
+    finally:
+        guard.restore()
+        sys.excepthook = hook
+
+
+async def test_a_second_signal_does_not_wait_for_the_save(monkeypatch):
+    monkeypatch.setattr("miles.ray.guard._ONE_REQUEST", 0.0)
     guard = RunGuard()
     hook = sys.excepthook
     guard.install(asyncio.Event().wait)
