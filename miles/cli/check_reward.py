@@ -49,6 +49,9 @@ def read(name: str, path: str, gold_key: str | None, args: "RunConfig") -> "Iter
         except KeyError:
             raise ValueError(f"{where}: no field {gold_key!r} (--gold-key)") from None
         except ValueError as error:
+            if args.skip_bad_rows:
+                print(f"{where}: left out: {error}", file=sys.stderr)
+                continue
             raise ValueError(f"{where}: {error}") from None
         yield TrialRow(where, row.prompt, row.label, row.metadata, name, None if gold is None else str(gold))
 
@@ -78,7 +81,13 @@ def show(tried: "Sequence[Tried]", rows: "Sequence[TrialRow]", args: "RunConfig"
         print(f"{each.row.where}: the {each.kind} answer {shown!r} for the label {str(each.row.label)[:80]!r} {each.problem}")
     if len(problems) > SHOWN:
         print(f"... and {len(problems) - SHOWN} more")
-    if without := len(rows) - sum(each.kind == "gold" for each in tried):
+    gold_tried = sum(each.kind == "gold" for each in tried)
+    if rows and not any(each.kind == "wrong" for each in tried):
+        print("no wrong answer was tried: no two rows have different labels")
+    if without := len(rows) - gold_tried:
         print(f"{without} rows have no gold answer: no label that is one (--label-key), and no --gold-key")
+    if not gold_tried:
+        print("no gold answer was tried, so nothing is known of the reward")
+        return 2
     print("the reward tells right from wrong" if not problems else f"{len(problems)} answers are scored WRONG")
     return 1 if problems else 0

@@ -79,6 +79,9 @@ def read(path: str, tokenizer: Any, args: "RunConfig", sft: bool) -> Iterator[Sh
                 (ids,) = encode(tokenizer, [text])
                 mask = [0] * len(ids)
         except ValueError as error:
+            if args.skip_bad_rows:
+                print(f"{where}: left out: {error}", file=sys.stderr)
+                continue
             raise ValueError(f"{where}: {error}") from None
         yield where, ids, mask
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from miles.config.reward import RewardSection
@@ -35,7 +37,7 @@ class Code:
         has_namespaces()  # tried, and told, before the first answer
 
     def __call__(self, sample: Sample) -> dict[str, float] | None:
-        tests = sample.metadata.get("tests")
+        tests = tests_of(sample.metadata)
         if not tests:
             return None
         end = time.monotonic() + self._all
@@ -47,8 +49,8 @@ class Code:
         program = f"{sample.metadata.get('setup') or ''}\n{program}\n"
         passed, isolated = self._behind(program, behind, end), has_namespaces()
         for test in with_input:
-            ran = self._run(program, str(test["stdin"]), end)
-            passed += ran is not None and not ran.fault and same_output(ran.output, str(test["stdout"]))
+            ran = self._run(program, test["stdin"], end)
+            passed += ran is not None and not ran.fault and same_output(ran.output, test["stdout"])
         return {"reward": float(passed == len(tests)), "passed": passed / len(tests), "isolated": float(isolated)}
 
     def _behind(self, program: str, tests: list[str], end: float) -> int:
@@ -90,6 +92,22 @@ def program_in(response: str) -> str:
     python = [body for language, body in blocks if language.lower() in ("", "python", "py", "python3")]
     found = python or [body for _, body in blocks]
     return str(found[-1]) if found else text
+
+
+def tests_of(metadata: Mapping[str, Any]) -> Sequence[Any]:
+    """A row's tests, which may be JSON text. Raises ValueError for anything that is not a list of tests: no program could pass it."""
+    tests = metadata.get("tests")
+    if isinstance(tests, str) and tests:
+        try:
+            tests = json.loads(tests)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"metadata tests is a list, or that list as JSON text, not {tests[:200]!r} ({error})") from None
+    if tests is not None and not isinstance(tests, (list, tuple)):
+        raise ValueError(f"metadata tests is a list of tests, not {str(tests)[:200]}")
+    for test in tests or ():
+        if isinstance(test, dict) and "stdin" in test and not (isinstance(test["stdin"], str) and isinstance(test.get("stdout"), str)):
+            raise ValueError(f"a test with stdin has the texts stdin and stdout, not {str(test)[:200]}")
+    return tests or ()
 
 
 def statements(test: Any) -> str:

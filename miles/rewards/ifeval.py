@@ -56,6 +56,9 @@ def instructions_of(sample: Sample) -> tuple[list[str], list[Mapping[str, Any]]]
             row = json.loads(row)
         if not isinstance(row, Mapping) or "instruction_id_list" not in row:
             return [], []
+    for field in ("instruction_id_list", "kwargs"):
+        if isinstance(row.get(field), str):
+            raise ValueError(f"{field} is a list, not the text {row[field][:200]!r}")
     names, arguments = list(row["instruction_id_list"]), [each or {} for each in row.get("kwargs") or []]
     if len(names) != len(arguments):
         raise ValueError(f"{len(names)} names in instruction_id_list and {len(arguments)} tables in kwargs")

@@ -118,6 +118,24 @@ def test_rows_that_a_reward_gets_wrong_are_named(tmp_path, capsys):
     assert "1 rows have no gold answer" in out
 
 
+@pytest.mark.parametrize("rows", [[], [{"prompt": "x", "answer": "4"}, {"prompt": "y", "answer": "5"}]])
+def test_nothing_tried_is_no_success(tmp_path, capsys, rows):
+    assert main(["check-reward", write(tmp_path / "d.jsonl", *rows), "--reward", "exact", "--reward-workers", "0"]) == 2
+    assert capsys.readouterr().out.endswith("no gold answer was tried, so nothing is known of the reward\n")
+
+
+def test_bad_rows_are_left_out_where_that_is_asked_for(tmp_path, capsys):
+    path = write(tmp_path / "d.jsonl", {"prompt": "x", "label": "4"}, {"prompt": 7, "label": "5"}, {"prompt": "y", "label": "6"})
+    assert main(["check-reward", path, "--reward-workers", "0", "--skip-bad-rows"]) == 0
+    told = capsys.readouterr()
+    assert table(told.out)["gold"][0] == 2
+    assert "d.jsonl:2: left out: " in told.err
+    assert main(["show-data", path, "--hf-checkpoint", "random:tiny", "--skip-bad-rows"]) == 0
+    told = capsys.readouterr()
+    assert told.out.count("──") == 2
+    assert "d.jsonl:2: left out: " in told.err
+
+
 def test_failures_and_generous_rewards_and_gold_of_ones_own(tmp_path, capsys, monkeypatch):
     (tmp_path / "mine.py").write_text(
         "def kind(sample):\n    return 0.5\n\ndef best(sample):\n    return float(sample.response == sample.metadata['is'])\n\n"

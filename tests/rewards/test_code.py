@@ -77,6 +77,26 @@ def test_setup_comes_first_and_bad_tests_are_the_rows_fault(answer):
         scored(answer, ADD, [{"input": "1", "output": "2"}])
 
 
+def test_tests_as_json_text_are_the_same_tests(answer):
+    assert scored(answer, ADD, '["assert add(1, 2) == 3", "assert add(1, 2) == 4"]')["passed"] == 0.5
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "assert add(1, 2) == 3",
+        {"stdin": "", "stdout": "3"},
+        '{"stdin": "", "stdout": "3"}',
+        [{"stdin": ""}],
+        [{"stdin": [1], "stdout": ""}],
+        3,
+    ],
+)
+def test_what_no_program_could_pass_is_never_a_0(answer, tests):
+    with pytest.raises(ValueError, match=r"metadata tests is a list|a test with stdin has"):
+        scored(answer, ADD, tests)
+
+
 @pytest.mark.parametrize(
     ("response", "program"),
     [
