@@ -23,8 +23,8 @@ check: install
 sglang-cpu:
 	@scripts/sglang-cpu
 
-test: check sglang-cpu
-	@OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -n 2 --dist loadfile
+test:
+	@scripts/test
 
 clean:
 	rm -rf .venv .venv-sglang build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
