@@ -118,7 +118,7 @@ async def save_if_due(args: RunConfig, models: list[Any], executor: Any, rollout
             await model.offload()
     await executor.save(rollout_id)
     if request is not None:
-        answer(request, rollout_id)
+        request.unlink(missing_ok=True)
 
 
 def claimed(sentinel: str | None) -> Path | None:
@@ -129,13 +129,6 @@ def claimed(sentinel: str | None) -> Path | None:
     with suppress(FileNotFoundError):
         Path(sentinel).replace(request)
     return request if request.exists() else None
-
-
-def answer(request: Path, rollout_id: int) -> None:
-    """Say which rollout was saved: in FILE.saved, and in the log."""
-    request.with_suffix(".saved").write_text(f"{rollout_id}\n", encoding="utf-8")
-    request.unlink(missing_ok=True)
-    logger.info("saved rollout %d, as %s asked", rollout_id, request.with_suffix(""))
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -19,8 +19,9 @@ class CheckpointSection(Section):
     save_hf: bool = False
     """Export a Hugging Face checkpoint beside each saved one."""
     save_trigger_sentinel: str | None = None
-    """A file whose appearance asks for a save at the end of the current rollout; called FILE.saving until then, answered in FILE.saved."""
+    """A file whose appearance asks for a save at the end of the current rollout; answered in FILE.saved."""
     save_on_signal: bool = True
     """Save on SIGTERM and Ctrl-C, at the end of the current step."""
     save_grace: float = Field(20.0, ge=0)
-    """Seconds that a save on a signal waits for the rollout that is being generated; past them that rollout is started again on resume."""
+    """Seconds that a save on a signal waits for the rollout that is being generated; past them that rollout is started again on resume.
+    They begin when the training under way is done, which is waited for however long it takes, or at once between two trainings."""

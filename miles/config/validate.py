@@ -168,7 +168,8 @@ def resuming(args: RunConfig) -> Iterator[Problem]:
     newest = newest_checkpoint(folder)
     if newest is None:
         damaged = damage(folder) if (folder / COMPLETE).exists() else ""
-        yield wrong(args, "load", damaged or "no complete checkpoint there (rollout_NNNNNN with COMPLETE in it, undamaged)")
+        nowhere = "" if folder.exists() else "no such directory"
+        yield wrong(args, "load", nowhere or damaged or "no complete checkpoint there (rollout_NNNNNN with COMPLETE in it, undamaged)")
     elif args.start_rollout_id is None and args.num_rollout is not None and newest + 1 >= args.num_rollout:
         text = f"nothing to do: the checkpoint is at {newest + 1} of {args.num_rollout} rollouts; ask for more with --num-rollout"
         yield wrong(args, "load num_rollout", text)

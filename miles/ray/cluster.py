@@ -16,6 +16,7 @@ import ray
 
 from miles.ray import processes
 from miles.ray.temp_folders import TempFolder, remove_stale
+from miles.ray.warden import Warden
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ class Cluster:
         self.address = address or os.environ.get("RAY_ADDRESS")
         self.namespace = f"miles-{os.getpid()}-{os.urandom(4).hex()}"
         self._temp: TempFolder | None = None
+        self._warden: Warden | None = None
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
         os.environ.setdefault("RAY_worker_niceness", "0")  # not behind everything else that runs on a shared machine
@@ -61,6 +63,7 @@ class Cluster:
             logger.warning("the workers ask for %d CPUs and this machine has %d: they will share", wanted, cpus)
         remove_stale()
         self._temp = TempFolder()
+        self._warden = Warden(self._temp.path)
         with processes.in_groups_of_their_own():
             ray.init(
                 namespace=self.namespace,
@@ -83,6 +86,8 @@ class Cluster:
 
     def leave(self) -> None:
         """Disconnect; a local Ray is ended, with every process that came with it. Idempotent."""
+        if self._warden:
+            self._warden.dismiss()
         ours = processes.descendants() if self._temp else []
         ray.shutdown()
         if self._temp:

@@ -23,6 +23,8 @@ T = TypeVar("T")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _ONE_REQUEST = 1.0
 """Seconds in which signals are one request: `timeout` signals its command and then the whole group."""
+_BAD_INPUT = 2
+"""Exit code of wrong settings, data and names of plugs, whoever finds them."""
 
 HOUSE = Path(__file__).parents[1]
 WORKER_NOTE = "\nIn worker "
@@ -156,23 +158,25 @@ def tell(kind: type[BaseException], error: BaseException, trace: TracebackType |
     """sys.excepthook of a run.
 
     An end that is no fault is one line, and has its own exit code. So is a ValueError that the house raised itself: it names
-    the flag, file or row that is wrong, and frames would only bury it; and the failure of a reward, whose message holds the
-    user's traceback. Any other fault of a worker ends with the worker's own traceback; the driver's frames, which only waited
+    the flag, file or row that is wrong, and frames would only bury it; its exit code is 2. And so is the failure of a reward, whose
+    message holds the user's traceback. Any other fault of a worker ends with the worker's own traceback; the driver's frames, which only waited
     for it, are left out. --log-level debug shows all of them.
     """
     if isinstance(error, EndOfRun):
         print(f"miles: {error}", file=sys.stderr, flush=True)
-        # An exit raised by the hook becomes the interpreter's exit code.
-        raise SystemExit(error.exit_code)
+        raise SystemExit(error.exit_code)  # becomes the interpreter's exit code
     everything = "".join(traceback.format_exception(kind, error, trace))
     from_worker = next((note for note in getattr(error, "__notes__", ()) if note.startswith(WORKER_NOTE)), "")
+    bad_input = isinstance(error, ValueError) and _raised_by_the_house(from_worker or everything)
     if logger.isEnabledFor(logging.DEBUG):
         text = everything
-    elif isinstance(error, RewardError) or (isinstance(error, ValueError) and _raised_by_the_house(from_worker or everything)):
+    elif isinstance(error, RewardError) or bad_input:
         text = f"miles: {error}"
     else:
         text = from_worker or everything
     print(text.strip(), file=sys.stderr, flush=True)
+    if bad_input:
+        raise SystemExit(_BAD_INPUT)
 
 
 def _raised_by_the_house(text: str) -> bool:

@@ -18,7 +18,7 @@ import ray
 from miles.ray import processes
 from miles.ray.heartbeat import Heartbeat
 from miles.ray.host import Failure, Host, to_failure
-from miles.tracking import logs
+from miles.tracking import logs, run_folder
 from miles.tracking.waits import Beat
 
 
@@ -34,6 +34,7 @@ class WorkerProcess:
             os.chdir(directory)
         sys.path[:] = list(dict.fromkeys([*sys_path, *sys.path]))
         logs.setup(log_level)
+        run_folder.share(Path(log_path).parents[1])
         self._host = Host(name)
         Heartbeat(Path(log_path).parent, lambda with_stacks: [self._host.beat(with_stacks)], name).start()
 

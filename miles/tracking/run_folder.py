@@ -17,6 +17,7 @@ import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,12 +30,14 @@ from miles.tracking import ledger, waits
 
 logger = logging.getLogger(__name__)
 
-LOCK = ".lock"
+LOCK, WORKERS = ".lock", ".workers"
+"""Locked by the run's driver, and by each of its workers."""
+_ORPHANS_LIMIT = 30.0
 END = "end.json"
 """How the process ended: written last, so a killed one leaves none."""
 SUMMARY = "summary.json"
 """What bounds the run."""
-_FILES_OF_A_START = {LOCK, END, "config.toml", "trackers.json", "metrics.jsonl", "ledger.jsonl", "timeline.json"}
+_FILES_OF_A_START = {LOCK, WORKERS, END, "config.toml", "trackers.json", "metrics.jsonl", "ledger.jsonl", "timeline.json"}
 _FOLDERS_OF_A_START = {"logs", "samples", "checkpoints"}
 
 
@@ -46,7 +49,7 @@ def prepare(args: RunConfig) -> Path:
     writer, when it goes on). That of a run which ended before it had measured anything gives way, so that false starts do not pile up.
 
     Raises:
-        ValueError: a run of that name is going on, or the folder cannot be made.
+        ValueError: a run of that name is going on, or was killed and its workers have not ended; or the folder cannot be made.
     """
     try:
         return _prepare(args)
@@ -58,6 +61,7 @@ def _prepare(args: RunConfig) -> Path:
     folder = Path(args.run_dir)
     if is_locked(folder):
         raise ValueError(f"--name {args.name}: a run of that name is going on in {folder}; give this one another name, or end that one")
+    _wait_for_orphans(args, folder)
     if folder.is_dir() and any(folder.iterdir()):
         if args.goes_on or _resumes_inside(args, folder):
             first = args.start_rollout_id
@@ -86,11 +90,28 @@ def lock(folder: Path) -> int:
     return file
 
 
-def is_locked(folder: Path) -> bool:
+def share(folder: Path) -> None:
+    """Mark the folder as one that this worker writes to, as long as its process lives."""
+    fcntl.flock(os.open(folder / WORKERS, os.O_RDWR | os.O_CREAT, 0o644), fcntl.LOCK_SH)
+
+
+def _wait_for_orphans(args: RunConfig, folder: Path) -> None:
+    """Workers outlive a killed driver for some seconds, in which they may still write."""
+    deadline = time.monotonic() + _ORPHANS_LIMIT
+    while is_locked(folder, WORKERS):
+        if time.monotonic() > deadline:
+            raise ValueError(
+                f"--name {args.name}: workers of a run of that name still live {_ORPHANS_LIMIT:g} s after its driver ended (lsof "
+                f"{folder / WORKERS} lists them); end them, or give this run another name"
+            )
+        time.sleep(0.1)
+
+
+def is_locked(folder: Path, name: str = LOCK) -> bool:
     """Whether a living run has this folder."""
-    if not (folder / LOCK).exists():
+    if not (folder / name).exists():
         return False
-    file = os.open(folder / LOCK, os.O_RDWR)
+    file = os.open(folder / name, os.O_RDWR)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -126,8 +126,7 @@ async def test_a_request_to_save_outlives_a_save_that_fails(tmp_path):
     part.fails = False
     await train_async.save_if_due(args, [part], part, 1, None)
     assert saved == [1]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["please", "please.saved"], "the request that came during the save"
-    assert (tmp_path / "please.saved").read_text() == "1\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["please"], "the request that came during the save"
     (tmp_path / "please").unlink()
     await train_async.save_if_due(args, [part], part, 2, None)
     assert saved == [1]

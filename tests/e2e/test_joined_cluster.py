@@ -56,7 +56,7 @@ def test_a_run_joins_a_cluster_and_leaves_it_running(launch, cluster):
 
 def test_an_address_at_which_nobody_answers_is_one_line_at_once(launch):
     refused = launch("refused", "--ray-address", f"127.0.0.1:{free_port()}").end()
-    assert refused.code == 1
+    assert refused.code == 2
     assert refused.err.startswith("miles: --ray-address: no Ray cluster answers at '127.0.0.1:")
     assert refused.err.count("\n") == 1
     assert refused.seconds < 60

@@ -102,9 +102,12 @@ def test_epochs_give_the_number_of_rollouts(drive, tmp_path):
     assert steps(run) == [0, 1, 2, 3]
 
 
-def test_stops_early_when_asked(drive):
-    run = drive("debug", "--num-rollout", 50, "--debug-exit-after-rollout", 2)
+def test_stops_early_when_asked(drive, caplog):
+    """And a mask that leaves nothing to learn from is named, once."""
+    run = drive("debug", "--num-rollout", 50, "--debug-exit-after-rollout", 2, "--mask-level", "token", "--mask-high", 1e-6)
     assert steps(run) == [0, 1]
+    assert [value for _, value in run.series("train/rejected")] == [1.0, 1.0]
+    assert len([text for text in caplog.messages if "--mask-level rejected all of their tokens" in text]) == 1
 
 
 def test_sentinel_saves_the_current_rollout(drive, tmp_path):

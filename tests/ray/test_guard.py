@@ -165,13 +165,16 @@ def test_a_fault_in_a_users_function_is_its_own_traceback_alone(capsys, error):
     assert "test_guard.py" not in text
 
 
-def test_what_the_house_refuses_is_one_line(capsys):
-    assert told(from_worker(ValueError("data.jsonl, line 2: no prompt"), HOUSE / "data" / "dataset.py"), capsys) == (
-        "miles: data.jsonl, line 2: no prompt\n"
-    )
+def test_what_the_house_refuses_is_one_line_and_exit_code_2(capsys):
+    with pytest.raises(SystemExit) as end:
+        told(from_worker(ValueError("data.jsonl, line 2: no prompt"), HOUSE / "data" / "dataset.py"), capsys)
+    assert end.value.code == 2
+    assert capsys.readouterr().err == "miles: data.jsonl, line 2: no prompt\n"
     with pytest.raises(ValueError) as caught:
         load("nonsense", setting="--reward")
-    tell(ValueError, caught.value, caught.value.__traceback__)
+    with pytest.raises(SystemExit) as end:
+        tell(ValueError, caught.value, caught.value.__traceback__)
+    assert end.value.code == 2
     assert capsys.readouterr().err.startswith("miles: --reward: 'nonsense' is neither built in")
 
 

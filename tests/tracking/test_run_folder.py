@@ -1,6 +1,8 @@
 """The run folder: new, moved aside, or continued without a fold-back."""
 
 import os
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -131,3 +133,29 @@ def test_a_torn_last_line_is_cut_off_at_a_resume(make, checkpoint):
     tracking.init(make(load=checkpoint(args, 1)))
     tracking.log({"rollout/reward": 0.2}, 2)
     assert history.series(history.read(args.run_dir), "rollout/reward")[0] == [0, 1, 2]
+
+
+def test_workers_of_a_killed_run_are_waited_for(make, monkeypatch):
+    folder = run_folder.prepare(make())
+    code = (
+        "import sys; from pathlib import Path; from miles.tracking import run_folder; run_folder.share(Path(sys.argv[1])); print(); input()"
+    )
+    orphan = subprocess.Popen([sys.executable, "-c", code, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert orphan.stdout.readline() == b"\n"
+    waits = []
+
+    def wait(seconds):
+        waits.append(seconds)
+        if len(waits) == 2:
+            orphan.communicate(b"\n")
+
+    monkeypatch.setattr(run_folder.time, "sleep", wait)
+    assert run_folder.prepare(make()) == folder
+    assert len(waits) == 2
+
+    orphan = subprocess.Popen([sys.executable, "-c", code, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert orphan.stdout.readline() == b"\n"
+    monkeypatch.setattr(run_folder, "_ORPHANS_LIMIT", 0.0)
+    with pytest.raises(ValueError, match=r"--name r: workers of a run of that name still live"):
+        run_folder.prepare(make())
+    orphan.communicate(b"\n")

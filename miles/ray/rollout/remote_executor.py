@@ -88,8 +88,11 @@ class RemoteExecutor:
         self._saving = asyncio.get_running_loop().create_task(self._save(rollout_id, folder, ahead), name=f"save of rollout {rollout_id}")
         self._saving.add_done_callback(self._saved)
         self._saving_id = rollout_id
-        if ahead is None or self._is_asked_from_outside():
+        asked = self._is_asked_from_outside()
+        if ahead is None or asked:
             await self.settle_save()
+        if asked and self._run.checkpoints.last_complete == rollout_id:
+            self._answer(rollout_id)
 
     async def save_now(self, rollout_id: int, grace: float) -> None:
         """As `save`, done when this returns: after `grace` seconds without what is being generated, which is started again then."""
@@ -118,6 +121,14 @@ class RemoteExecutor:
     async def _save(self, rollout_id: int, folder: str, ahead: int | None, wait: bool = True) -> None:
         await self._handle.save(rollout_id, folder, ahead, wait)
         self._run.checkpoints.written(rollout_id, "executor")
+
+    def _answer(self, rollout_id: int) -> None:
+        """Say which rollout was saved: in FILE.saved, and in the log. The driver takes the request away.
+
+        A request that comes while another save is under way, which need not be whole yet, is left to the next.
+        """
+        Path(f"{self.args.save_trigger_sentinel}.saved").write_text(f"{rollout_id}\n", encoding="utf-8")
+        logger.info("saved rollout %d, as %s asked", rollout_id, self.args.save_trigger_sentinel)
 
     def _is_asked_from_outside(self) -> bool:
         sentinel = self.args.save_trigger_sentinel

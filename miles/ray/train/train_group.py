@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
 from miles.config.run_config import RunConfig
+from miles.config.schema import flag
 from miles.fault_tolerance.cells import Cell, CellState, Status
 from miles.fault_tolerance.kill_points import reached
 from miles.protocols import Engine, FirstStepWrong
@@ -36,6 +37,7 @@ class TrainGroup:
         self._offloaded = False
         self._unverified: Sequence[Engine] = []  # with --verify-first-step, until the first training: engines with our weights
         self._hosts: dict[str, str] = {}
+        self._rejection_told = False
         self._on_trained: Callable[[int, int], Awaitable[None]] | None = None
 
     def on_trained(self, callback: Callable[[int, int], Awaitable[None]]) -> None:
@@ -67,6 +69,7 @@ class TrainGroup:
         async with self._run.trainers_idle:
             with tracking.timeline().span(self.role, "train", rollout_id=rollout_id):
                 results = cast(list[TrainResult], await self._run.guard.watch(all_or_first_error(calls)))
+            self._warn_if_all_rejected(results[0].metrics_per_step)
             for place, metrics in enumerate(results[0].metrics_per_step):
                 tracking.log(metrics, rollout_id, results[0].step - len(results[0].metrics_per_step) + place + 1)
             if self._closes(rollout_id):
@@ -76,6 +79,17 @@ class TrainGroup:
         shares = [cast(ObjectRef, result.values) for result in results]
         self._run.manager.store.adopt(shares)
         return TrainOutputRef(rollout_id, shares)
+
+    def _warn_if_all_rejected(self, steps: Sequence[Mapping[str, float]]) -> None:
+        """Once: such a step moves the weights by nothing but its KL and entropy terms."""
+        if not self._rejection_told and any(metrics.get("train/rejected") == 1 for metrics in steps):
+            self._rejection_told = True
+            masks = [name for name in ("mask_level", "mask_outlier") if self.args.__dict__[name] is not None]
+            logger.warning(
+                "an optimizer step learnt nothing from its samples: %s rejected all of their tokens; train/rollout_kl says how far the "
+                "trainer is from what the engines sample",
+                " and ".join(map(flag, masks)),
+            )
 
     def _closes(self, rollout_id: int) -> bool:
         """Whether this is the last training of that rollout."""
