@@ -4,9 +4,10 @@
     python benchmarks/publish_stall.py --size 8b --device cuda --dtype bfloat16
 
 The trainer's end is this process, the engine, decoding requests all the while, another one, as in a run. The stall reaches from the
-last token before a publish to the first one after it, less one ordinary step: pause, every bucket, the checksums of both ends, resume,
-and the cache that is computed anew are in it. The bound is one copy of all bytes within this process (memcpy, or within a GPU's
-memory), measured here too.
+last token before the pause to the first one after it, less one ordinary step: pause, the bytes, the engine's checksums, resume, and
+the cache that is computed anew are in it; of a staged publish every bucket was filled and summed before ("ready"). "Lost" is the
+time for the tokens that are missing from the first bucket on, so that slower steps before the pause are in it too. The bound is one
+copy of all bytes within this process (memcpy, or within a GPU's memory), measured here too.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from miles.engines.embedded.engine import EmbeddedEngine
 from miles.types import GenerateRequest, PublishPlan, SamplingParams
 from miles.weights.sender import WeightPublisher
 
-PARTS = ("pause", "move", "verify", "resume")
+PARTS = ("ready", "pause", "move", "verify", "resume")
 
 
 class Served:
@@ -68,18 +69,19 @@ class Served:
             await asyncio.sleep(0)
         return statistics.median(after - before for before, after in pairwise(times))
 
-    async def last_token(self) -> float:
-        return self.engine._core.ready.last_progress
+    async def last_token(self) -> tuple[float, int]:
+        """When it was there, and how many there were."""
+        return self.engine._core.ready.last_progress, self.engine._core.ready.num_sampled
 
-    async def resume_and_wait(self) -> tuple[float, float]:
-        """When it was resumed, and when the first token after that was there. The monotonic clock is the whole machine's."""
+    async def resume_and_wait(self) -> tuple[float, float, int]:
+        """When it was resumed, when the first token after that was there, how many there are. The clock is the whole machine's."""
         before = self.engine._core.ready.num_sampled
         await self.engine.resume()
         resumed = time.monotonic()
         decoder = self.engine._core.ready
         while decoder.num_sampled == before:  # noqa: ASYNC110 - another thread's progress
             await asyncio.sleep(0)
-        return resumed, decoder.last_progress
+        return resumed, decoder.last_progress, decoder.num_sampled
 
     async def stop(self) -> None:
         await self.engine.abort()
@@ -120,32 +122,42 @@ class Remote:
         return self.begin(method, *arguments)()
 
 
-def publish(publisher: WeightPublisher, weights: dict[str, torch.Tensor], engine: Remote, version: int, mode: str) -> dict[str, float]:
+def publish(
+    publisher: WeightPublisher, weights: dict[str, torch.Tensor], engine: Remote, version: int, options: argparse.Namespace
+) -> dict[str, float]:
     """One publish as a run makes it; the seconds of its parts, and of the stall."""
+    send = lambda index, bucket: publisher.send_bucket(index, [(spec.name, weights[spec.name]) for spec in bucket])  # noqa: E731
     engine("fill")
     step = engine("steps", 10)
+    first, before = engine("last_token")
     begin = time.monotonic()
-    engine("pause", mode)
-    last = engine("last_token")
+    plan: PublishPlan = publisher.plan(version, stage=options.stage)
+    if plan.staged:
+        for index, bucket in enumerate(plan.buckets):
+            send(index, bucket)
+        publisher.checksums()
+        engine("begin_update", plan, 0)
+    ready = time.monotonic()
+    engine("pause", options.mode)
+    last, _ = engine("last_token")
     paused = time.monotonic()
-    plan: PublishPlan = publisher.plan(version)
-    engine("begin_update", plan, 0)
-    reading = None
-    for index, bucket in enumerate(plan.buckets):
-        publisher.send_bucket(index, [(spec.name, weights[spec.name]) for spec in bucket])
-        if reading is not None:
+    if not plan.staged:
+        engine("begin_update", plan, 0)
+        reading = lambda: None  # noqa: E731
+        for index, bucket in enumerate(plan.buckets):
+            send(index, bucket)
             reading()
-        reading = engine.begin("receive_bucket", index)
-    if reading is not None:
+            reading = engine.begin("receive_bucket", index)
         reading()
     moved = time.monotonic()
     received, sent = engine("end_update"), publisher.checksums()
     assert received == sent, "the weights arrived wrong"
-    publisher.close()
     verified = time.monotonic()
-    resumed, first = engine("resume_and_wait")
-    parts = dict(zip(PARTS, (paused - begin, moved - paused, verified - moved, resumed - verified), strict=True))
-    return parts | {"step": step, "first token": first - resumed, "stall": max(first - last - step, 0.0)}
+    resumed, again, after = engine("resume_and_wait")
+    publisher.close()
+    parts = dict(zip(PARTS, (ready - begin, paused - ready, moved - paused, verified - moved, resumed - verified), strict=True))
+    lost = again - first - (after - before) / options.requests * step
+    return parts | {"step": step, "first token": again - resumed, "stall": max(again - last - step, 0.0), "lost": lost}
 
 
 def copy_seconds(nbytes: int, device: str, repeats: int) -> float:
@@ -192,16 +204,23 @@ def measure(folder: str, options: argparse.Namespace) -> dict[str, Any]:
     dtype = DTYPES[options.dtype]
     publisher = WeightPublisher([(name, dtype, tuple(tensor.shape)) for name, tensor in weights.items()], args, options.device)
     try:
-        runs = [publish(publisher, weights, engine, version, options.mode) for version in range(1, options.repeats + 2)][1:]
-        plan = publisher.plan(options.repeats + 2)
+        runs = [publish(publisher, weights, engine, version, options) for version in range(1, options.repeats + 2)]
+        plan = publisher.plan(options.repeats + 2, stage=options.stage)
         transport, nbytes = plan.transport, sum(spec.nbytes for bucket in plan.buckets for spec in bucket)
     finally:
         publisher.dispose()
         engine("stop")
         engine.process.join(60)
     bound = copy_seconds(nbytes, options.device, options.repeats)
-    seconds = {name: summary([run[name] for run in runs]) for name in runs[0]}
-    return {"transport": transport, "bytes": nbytes, "buckets": len(plan.buckets), "copy_bound": bound, "seconds": seconds}
+    seconds = {name: summary([run[name] for run in runs[1:]]) for name in runs[0]}
+    return {
+        "transport": transport,
+        "staged": plan.staged,
+        "bytes": nbytes,
+        "buckets": len(plan.buckets),
+        "copy_bound": bound,
+        "seconds": seconds,
+    }
 
 
 def main() -> None:
@@ -212,6 +231,7 @@ def main() -> None:
     parser.add_argument("--trainer-dtype", choices=DTYPES, help="of the trainer's own weights; default: the engine's")
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--mode", choices=["retract", "in_place"], default="in_place")
+    parser.add_argument("--stage", action=argparse.BooleanOptionalAction, default=True, help="all buckets ready before the pause")
     parser.add_argument("--bucket-mb", type=int, default=256)
     parser.add_argument("--requests", type=int, default=8, help="requests that the engine decodes meanwhile")
     parser.add_argument("--context", type=int, default=512)
@@ -235,13 +255,23 @@ def main() -> None:
 def report(options: argparse.Namespace, result: dict[str, Any]) -> None:
     seconds, bound = result["seconds"], result["copy_bound"]
     milliseconds = lambda name: f"{seconds[name]['median'] * 1000:.1f}"  # noqa: E731
-    head = ["size", "GB", "by", "copy bound ms", *(f"{part} ms" for part in (*PARTS, "first token")), "stall ms", "spread", "stall / bound"]
+    head = [
+        "size",
+        "GB",
+        "by",
+        "copy bound ms",
+        *(f"{part} ms" for part in (*PARTS, "first token", "lost")),
+        "stall ms",
+        "spread",
+        "stall / bound",
+    ]
     row = [
         options.size,
         f"{result['bytes'] / 1e9:.3f}",
         f"{result['transport']}{'' if options.verify else ', not verified'}, {options.mode}",
         f"{bound * 1000:.1f}",
         *map(milliseconds, (*PARTS, "first token")),
+        milliseconds("lost"),
         milliseconds("stall"),
         f"{seconds['stall']['least'] * 1000:.1f} to {seconds['stall']['most'] * 1000:.1f}",
         f"{seconds['stall']['median'] / bound:.2f}",

@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import NamedTuple
 
 import torch
@@ -145,6 +145,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--requests", type=int, help="default: as many as suit the size")
+    parser.add_argument("--longest", type=int, help="tokens of the longest response; default: what suits the size")
     parser.add_argument("--only", choices=WAYS, action="append", help="measure only this one (may be repeated)")
     parser.add_argument("--folder", help="where the model is written meanwhile; default: a temporary folder")
     parser.add_argument("--json", help="also write the result to this file")
@@ -153,6 +155,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     size = SIZES[options.size]
+    size = replace(size, requests=options.requests or size.requests, longest=options.longest or size.longest)
     work = Work.draw(size, options.siblings, options.seed)
     wanted = options.only or [name for name in WAYS if options.device == "cuda" or "CUDA" not in name]
     with tempfile.TemporaryDirectory(dir=options.folder) as folder, ExitStack() as stack:
@@ -168,6 +171,7 @@ def alternated(runs: dict[str, Run], work: Work, options: argparse.Namespace) ->
     for repeat in range(options.repeats + 1):
         for name in list(runs)[:: 1 if repeat % 2 else -1]:
             rate = timed(runs[name], work.tokens, options.device)
+            print(f"{name}: {rate.wall:.0f} tokens/s{'' if repeat else ', warming up'}", flush=True)
             if repeat:
                 rates[name].append(rate)
     return rates

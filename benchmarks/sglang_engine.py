@@ -30,7 +30,7 @@ from miles.engines.sglang.engine import SGLangEngine
 from miles.types import GenerateRequest, SamplingParams
 from miles.weights.sender import WeightPublisher
 
-PARTS = ("pause", "move", "verify", "resume")
+PARTS = ("ready", "pause", "move", "verify", "resume")
 
 
 async def directly(url: str, work: Work) -> float:
@@ -61,29 +61,36 @@ async def through(engine: SGLangEngine, work: Work, name: str) -> float:
 
 
 async def publish(
-    engine: SGLangEngine, publisher: WeightPublisher, weights: dict[str, torch.Tensor], version: int, mode: Any
+    engine: SGLangEngine, publisher: WeightPublisher, weights: dict[str, torch.Tensor], version: int, *, stage: bool, mode: Any
 ) -> list[float]:
     """One publish as a run makes it: the seconds of its parts."""
+    send = lambda index, bucket: publisher.send_bucket(index, [(spec.name, weights[spec.name]) for spec in bucket])  # noqa: E731
     marks = [time.perf_counter()]
+    plan = publisher.plan(version, stage=stage)
+    if plan.staged:
+        for index, bucket in enumerate(plan.buckets):
+            await asyncio.to_thread(send, index, bucket)
+        await engine.begin_update(plan, 0)
+    marks.append(time.perf_counter())
     await engine.pause(mode)
     marks.append(time.perf_counter())
-    plan = publisher.plan(version)
-    await engine.begin_update(plan, 0)
-    reading: asyncio.Task[None] | None = None
-    for index, bucket in enumerate(plan.buckets):
-        publisher.send_bucket(index, [(spec.name, weights[spec.name]) for spec in bucket])
-        if reading is not None:
-            await reading
-        reading = asyncio.create_task(engine.receive_bucket(index))
-    assert reading is not None
-    await reading
+    if not plan.staged:
+        await engine.begin_update(plan, 0)
+        reading: asyncio.Task[None] | None = None
+        for index, bucket in enumerate(plan.buckets):
+            send(index, bucket)
+            if reading is not None:
+                await reading
+            reading = asyncio.create_task(engine.receive_bucket(index))
+        assert reading is not None
+        await reading
     marks.append(time.perf_counter())
     received, sent = await engine.end_update(), publisher.checksums()
     assert received == sent, "the weights arrived wrong"
-    publisher.close()
     marks.append(time.perf_counter())
     await engine.resume()
     marks.append(time.perf_counter())
+    publisher.close()
     return [after - before for before, after in pairwise(marks)]
 
 
@@ -99,6 +106,7 @@ async def measure(folder: str, options: argparse.Namespace) -> dict[str, Any]:
         sglang_seeds=options.seeds,
         device=options.device,
         dtype=options.dtype,
+        weight_bucket_mb=options.bucket_mb,
         engine_max_running=size.requests,
         engine_max_context=max(work.context for work in works),
         gpus_per_trainer=0.5,
@@ -135,12 +143,16 @@ async def measure(folder: str, options: argparse.Namespace) -> dict[str, Any]:
                 for share in (0.2, 0.6)[: options.publishes]:
                     await asyncio.sleep(plain[index] * (share if share == 0.2 else 0.3))
                     version += 1
-                    parts.append(await publish(engine, publisher, weights, version, mode))
+                    parts.append(await publish(engine, publisher, weights, version, stage=options.stage, mode=mode))
                 longer.append((await task - plain[index]) / options.publishes)
             columns = {name: summary([row[place] for row in parts[1:] or parts]) for place, name in enumerate(PARTS)}
             result[mode] = columns | {"stall": summary(longer)}
-        plan = publisher.plan(version + 1)
-        result |= {"transport": plan.transport, "bytes": sum(spec.nbytes for bucket in plan.buckets for spec in bucket)}
+        plan = publisher.plan(version + 1, stage=options.stage)
+        result |= {
+            "transport": plan.transport,
+            "staged": plan.staged,
+            "bytes": sum(spec.nbytes for bucket in plan.buckets for spec in bucket),
+        }
     finally:
         if publisher is not None:
             publisher.dispose()
@@ -158,6 +170,8 @@ def main() -> None:
     parser.add_argument("--python", help="interpreter that has sglang; default: this one")
     parser.add_argument("--siblings", type=int, default=8, help="requests that have a prompt in common")
     parser.add_argument("--seeds", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--stage", action=argparse.BooleanOptionalAction, default=True, help="all buckets ready before the pause")
+    parser.add_argument("--bucket-mb", type=int, default=256)
     parser.add_argument("--publishes", type=int, choices=[1, 2], default=2, help="in each piece of work")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--folder", help="where the model is written meanwhile; default: a temporary folder")

@@ -137,17 +137,19 @@ class Engine(Protocol):
         ...
 
     async def begin_update(self, plan: PublishPlan, receiver_rank: int) -> None:
-        """Called while paused, before the first bucket. `receiver_rank` is this engine's place, 0 .. num_receivers - 1, among
-        those that take part in the publish. Raises ValueError when the plan does not fit the engine's parameters."""
+        """Called while paused, before the first bucket; for a staged plan before the pause already. `receiver_rank` is this
+        engine's place, 0 .. num_receivers - 1, among those that take part in the publish. Raises ValueError when the plan does
+        not fit the engine's parameters."""
         ...
 
     async def receive_bucket(self, index: int) -> None:
-        """Called once per bucket, in order; for a concurrent plan while the trainer sends it."""
+        """Called once per bucket, in order; for a concurrent plan while the trainer sends it; for a staged plan not at all."""
         ...
 
     async def end_update(self) -> dict[str, str]:
-        """Called after the last bucket. The weights and version are the plan's from here on; caches of older weights are not
-        used again. Returns the checksum by tensor name of what the engine now computes with ({} when the plan asks for none)."""
+        """Called while paused, after the last bucket; takes all of them from a staged plan. The weights and version are the
+        plan's from here on; caches of older weights are not used again. Returns the checksum by tensor name of what the engine
+        now computes with ({} when the plan asks for none)."""
         ...
 
     async def abort_update(self) -> None:
@@ -202,13 +204,16 @@ class TrackingSink(Protocol):
 class WeightSender(Protocol):
     """The trainer's end of one transport. One method moves bytes, so that a fake of forty lines can stand in for it."""
 
-    def open(self, bucket_nbytes: Sequence[int], version: int, num_receivers: int) -> dict[str, Any]:
-        """Called once per publish, first; returns the plan's `channel`."""
+    staged: bool
+    """Whether the publish that was opened last has memory for every bucket, which keeps them until the next one is opened."""
+
+    def open(self, bucket_nbytes: Sequence[int], version: int, num_receivers: int, stage: bool = False) -> dict[str, Any]:
+        """Called once per publish, first; returns the plan's `channel`. `stage`: whether memory for all buckets is welcome."""
         ...
 
     def buffer(self, index: int) -> Any:
         """Called before bucket `index` is written: where to, a flat uint8 tensor of bucket_nbytes[index] bytes, in the
-        transport's own memory where it has some. Bucket i - 2 was received everywhere by then."""
+        transport's own memory where it has some. Bucket i - 2 was received everywhere by then, unless `staged`."""
         ...
 
     def send(self, index: int) -> None:
@@ -232,7 +237,8 @@ class WeightReceiver(Protocol):
         ...
 
     def receive(self, index: int) -> Any:
-        """Called once per bucket, in order. Returns it as a flat uint8 tensor, valid until the next call."""
+        """Called once per bucket, in order. Returns it as a flat uint8 tensor, valid until the next call; of a staged plan
+        until `close`."""
         ...
 
     def close(self) -> None:

@@ -282,6 +282,7 @@ class PublishPlan:
     bucket_nbytes: tuple[int, ...]
     channel: dict[str, Any]  # the transport's own address: segment names, a TCP address, a directory
     checksum: str  # name of the checksum both ends compute, "" when verification is off
+    staged: bool = False  # every bucket lies ready before the engines pause, and they take all of them at once
 
     @property
     def concurrent(self) -> bool:

@@ -12,6 +12,8 @@ class WeightsSection(Section):
     """How weights travel; auto takes shared memory on one host's CPUs, CUDA IPC on one GPU, else broadcast, and logs why."""
     weight_bucket_mb: int = Field(256, ge=1)
     """Size of one bucket in MiB; a larger tensor gets a bucket of its own."""
+    stage_weights: bool = True
+    """Where trainer and engines share memory and there is room, have a whole copy of new weights ready before the engines pause."""
     weight_sync_dir: str | None = None
     """Where transport disk writes; default: the run folder. All hosts must see it."""
     verify_weight_updates: bool = True

@@ -20,7 +20,7 @@ QUANTISED = {torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8}
 class ServedWeights:
     """A model's parameters under their Hugging Face names, tied ones once.
 
-    `intact` is False from the first received bucket until a whole publish has ended: the weights are of two versions then. A
+    `intact` is False from the first byte that is written until a whole publish has ended: the weights are of two versions then. A
     publish that has ended can still be found wrong by the other end, until the engine is resumed (`proven`).
     """
 
@@ -57,8 +57,11 @@ class ServedWeights:
         self._loader.receive(index)
 
     def finish(self) -> dict[str, str]:
-        """Returns the checksums, read from the live parameters; {} where the plan asks for none."""
+        """Returns the checksums, read from the live parameters; {} where the plan asks for none. Takes what a staged plan has ready."""
         assert self._loader is not None, "end_update before begin_update"
+        assert self.plan is not None, "end_update before begin_update"
+        if self.plan.staged:
+            self.intact = False
         checksums = self._loader.finish()
         self.intact, self._unproven, self.plan = True, True, None
         return checksums

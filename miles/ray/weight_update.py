@@ -24,10 +24,14 @@ from miles.weights.compare import compare_checksums
 logger = logging.getLogger(__name__)
 
 
+Pause = Callable[[], Awaitable[Sequence[Engine]]]
+"""Pauses the engines of a publish. Returns those that live."""
+
+
 class Publisher(Exporter, Protocol):
     """The actor, as a publish sees it."""
 
-    async def update_weights(self, engines: Sequence[Engine], rollout_id: int | None = None) -> int: ...
+    async def update_weights(self, engines: Sequence[Engine], rollout_id: int | None = None, pause: Pause | None = None) -> int: ...
 
 
 class Executor(Evaluator, Protocol):
@@ -38,6 +42,8 @@ class Executor(Evaluator, Protocol):
 
 class Controller(Protocol):
     async def start_update_weights(self) -> Sequence[Engine]: ...
+
+    async def pause_engines(self) -> Sequence[Engine]: ...
 
     async def end_update_weights(self, weight_version: int) -> None: ...
 
@@ -64,7 +70,7 @@ def version_after(args: RunConfig, rollout_id: int | None) -> int:
 async def update_weights(
     args: RunConfig, actor: Publisher, executor: Executor, controller: Controller, rollout_id: int | None = None
 ) -> None:
-    """One publish: engines paused, weights moved and compared, engines resumed, the executor told.
+    """One publish: weights made ready, engines paused, weights moved and compared, engines resumed, the executor told.
 
     A failed one is tried again up to `publish_retries` times; engines that died on the way are left to the controller.
     """
@@ -78,7 +84,7 @@ async def update_weights(
         try:
             _reached(args, "before_publish", rollout_id)
             async with asyncio.timeout(args.publish_timeout):
-                version = await guard.watch(actor.update_weights(engines, rollout_id))
+                version = await guard.watch(actor.update_weights(engines, rollout_id, controller.pause_engines))
             break
         except EngineLost as error:
             logger.warning("publishing again without a lost engine: %s", error)
@@ -135,20 +141,30 @@ async def move(
     version: int,
     *,
     end_engine: Callable[[Engine], Awaitable[None]],
+    pause: Pause | None = None,
     one_host: bool = True,
 ) -> None:
     """Move all buckets and compare both ends. After a failure both ends have been told to give up.
 
     Args:
+        pause: None: the engines are paused.
         end_engine: ends the worker of an engine that is silent. Until then a trainer may be stuck in a collective with it.
     """
     try:
         plans: list[PublishPlan] = await all_or_first_error([trainer.plan_publish(version, len(engines), one_host) for trainer in trainers])
         plan = plans[0]
         receivers = _Receivers(args, engines, end_engine)
-        await receivers.call("begin_update", lambda place: (plan, place))
-        await (_side_by_side if plan.concurrent else _one_after_the_other)(plan, trainers, receivers)
-        sums = (await all_or_first_error([trainer.end_publish() for trainer in trainers]))[0]
+        if plan.staged:  # the engines go on decoding while everything is made ready
+            for index in range(len(plan.buckets)):
+                await all_or_first_error([trainer.send_bucket(index) for trainer in trainers])
+            sums = (await all_or_first_error([trainer.end_publish() for trainer in trainers]))[0]
+            await receivers.call("begin_update", lambda place: (plan, place))
+            await _paused(pause, engines)
+        else:
+            await _paused(pause, engines)
+            await receivers.call("begin_update", lambda place: (plan, place))
+            await (_side_by_side if plan.concurrent else _one_after_the_other)(plan, trainers, receivers)
+            sums = (await all_or_first_error([trainer.end_publish() for trainer in trainers]))[0]
         received = await receivers.call("end_update")
         if args.verify_weight_updates:
             for place, table in enumerate(received):
@@ -159,6 +175,11 @@ async def move(
         ends = [trainer.abort_publish() for trainer in trainers] + [engine.abort_update() for engine in engines]
         await asyncio.gather(*ends, return_exceptions=True)
         raise
+
+
+async def _paused(pause: Pause | None, engines: Sequence[Engine]) -> None:
+    if pause is not None and len(await pause()) < len(engines):
+        raise EngineLost("it could not be paused")
 
 
 class _Receivers:

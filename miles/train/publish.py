@@ -27,12 +27,15 @@ class Publisher:
         self._publisher = WeightPublisher(shapes, args, ranks.device)
         self._version: int | None = None
         self._instead: Callable[[str], Tensor] | None = None
+        # a copy of all weights is worth its memory from the second publish on: before the first training step nobody decodes,
+        # and the memory that training needs is not taken yet
+        self._stage, self._may_stage = False, args.stage_weights and not args.colocate
 
     def plan(self, version: int, num_receivers: int, one_host: bool, instead: Callable[[str], Tensor] | None = None) -> PublishPlan:
         """`instead`: Hugging Face name -> the weight to send, where it is not the model's current one."""
         self._version, self._instead = version, instead
         if self.ranks.rank == 0:
-            return self._publisher.plan(version, num_receivers=num_receivers, one_host=one_host)
+            return self._publisher.plan(version, num_receivers=num_receivers, one_host=one_host, stage=self._stage)
         return PublishPlan(version, "", self._publisher.buckets, (), {}, "")
 
     @property
@@ -61,6 +64,7 @@ class Publisher:
         version, self._version, self._instead = self._version, None, None
         checksums = self._publisher.checksums() if self.ranks.rank == 0 else {}
         self._publisher.close()
+        self._stage = self._may_stage
         return version, checksums
 
     def abort(self) -> None:

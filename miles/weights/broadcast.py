@@ -24,6 +24,8 @@ from miles.weights.broadcast_group import CONNECT_SECONDS, Desk, Group, address_
 class Sender:
     """Rank 0 of the group. All ends of a bucket move at once: `send` returns when every engine has it."""
 
+    staged = False
+
     def __init__(self, address: str, backend: str, device: torch.device, timeout: float) -> None:
         """
         Args:
@@ -47,7 +49,7 @@ class Sender:
         self._members: list[bytes] = []
         self._sent = 0
 
-    def open(self, bucket_nbytes: Sequence[int], version: int, num_receivers: int) -> dict[str, Any]:
+    def open(self, bucket_nbytes: Sequence[int], version: int, num_receivers: int, stage: bool = False) -> dict[str, Any]:
         if self._store is None:
             self._store = dist.TCPStore(self._address, 0, is_master=True, timeout=timedelta(seconds=self._timeout), wait_for_workers=False)
         if self._desk is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -43,6 +44,13 @@ def plan_buckets(named_shapes: Iterable[NamedShape], bucket_nbytes: int) -> tupl
 def nbytes_of(bucket: Sequence[TensorSpec]) -> int:
     """Bytes of a bucket: at least one alignment unit, so that a bucket of empty tensors can be mapped and sent too."""
     return max(ALIGNMENT, _aligned(bucket[-1].offset + bucket[-1].nbytes))
+
+
+def layout(bucket_nbytes: Sequence[int], depth: int) -> tuple[list[int], int]:
+    """Where each bucket begins in memory that holds `depth` of them, filled in turn; and how many bytes that is."""
+    depth = min(depth, len(bucket_nbytes))
+    begins = list(accumulate((max(bucket_nbytes[slot::depth]) for slot in range(depth)), initial=0))
+    return [begins[index % depth] for index in range(len(bucket_nbytes))], begins[-1]
 
 
 def dtype_of(spec: TensorSpec) -> torch.dtype:

@@ -1,7 +1,8 @@
-"""CUDA IPC: two buffers on the trainer's GPU that engines of the same host map, filled and read in turn.
+"""CUDA IPC: memory on the trainer's GPU that engines of the same host map.
 
-Not a byte passes through host memory. The buffers and their mappings stay from one publish to the next; the handles travel in the
-plan's channel. An engine in the trainer's own process takes the buffers themselves, for CUDA maps nothing into its own process.
+It holds two buckets, filled and read in turn, or all of them where there is room. Not a byte passes through host memory. The memory
+and its mapping stay from one publish to the next; the handle travels in the plan's channel. An engine in the trainer's own process
+takes the memory itself, for CUDA maps nothing into its own process.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ import torch
 from torch import Tensor
 
 from miles.types import PublishPlan
+from miles.weights.buckets import layout
 
 DEPTH = 2
-"""Buffers: bucket i + 1 is filled while bucket i is read."""
+"""Bucket i + 1 is filled while bucket i is read."""
+SPARE = 0.1
+"""Share of a GPU's memory that a copy of all weights must leave free."""
 
 _own_buffers: weakref.WeakValueDictionary[str, Tensor] = weakref.WeakValueDictionary()
 _Storage: Any = torch.UntypedStorage  # its methods for CUDA IPC, which torch.multiprocessing is built on, have no type stubs
@@ -49,55 +53,71 @@ class Sender:
         if device.type != "cuda":
             raise ValueError(f"--weight-transport cuda_ipc: the trainer's weights are on {device}, not on a GPU")
         self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-        self._shared: list[Shared] = []
+        self._shared: Shared | None = None
+        self._begins: Sequence[int] = ()
         self._sizes: Sequence[int] = ()
+        self.staged = False
 
-    def open(self, bucket_nbytes: Sequence[int], version: int, num_receivers: int) -> dict[str, Any]:
-        needed = [max(bucket_nbytes[slot::DEPTH]) for slot in range(min(DEPTH, len(bucket_nbytes)))]
-        if [shared.buffer.numel() for shared in self._shared] != needed:
-            self.dispose()
-            self._shared = [Shared(nbytes, self._device) for nbytes in needed]
+    def open(self, bucket_nbytes: Sequence[int], version: int, num_receivers: int, stage: bool = False) -> dict[str, Any]:
         self._sizes = bucket_nbytes
-        return {"gpu": uuid_of(self._device.index), "buffers": [(shared.name, shared.handle) for shared in self._shared]}
+        begins, nbytes = layout(bucket_nbytes, len(bucket_nbytes))
+        self.staged = stage and (self._holds(nbytes) or self._has_room(nbytes))
+        if not self.staged:
+            begins, nbytes = layout(bucket_nbytes, DEPTH)
+        if not self._holds(nbytes):
+            self.dispose()
+            self._shared = Shared(nbytes, self._device)
+        assert self._shared is not None
+        self._begins = begins
+        return {"gpu": uuid_of(self._device.index), "name": self._shared.name, "handle": self._shared.handle, "begins": begins}
+
+    def _holds(self, nbytes: int) -> bool:
+        return self._shared is not None and self._shared.buffer.numel() == nbytes
+
+    def _has_room(self, nbytes: int) -> bool:
+        free, total = torch.cuda.mem_get_info(self._device)
+        return free - nbytes >= SPARE * total
 
     def buffer(self, index: int) -> Tensor:
-        return self._shared[index % DEPTH].buffer[: self._sizes[index]]
+        assert self._shared is not None
+        return self._shared.buffer[self._begins[index] : self._begins[index] + self._sizes[index]]
 
     def send(self, index: int) -> None:
         """The bucket lies where the engines read it; wait until its last byte does."""
         torch.cuda.current_stream(self._device).synchronize()
 
     def close(self) -> None:
-        """The buffers stay for the next publish."""
+        """The memory stays for the next publish."""
 
     def dispose(self) -> None:
-        while self._shared:
-            self._shared.pop().free()
+        if self._shared is not None:
+            self._shared.free()
+        self._shared = None
 
 
 class Receiver:
     def __init__(self) -> None:
-        self._mapped: dict[str, Tensor] = {}
+        self._name, self._mapped = "", torch.empty(0)
         self._plan: PublishPlan | None = None
 
     def open(self, plan: PublishPlan, rank: int) -> None:
         channel = plan.channel
-        known, self._mapped = self._mapped, {}
-        for name, handle in channel["buffers"]:
-            self._mapped[name] = known[name] if name in known else _map(channel["gpu"], name, handle)
+        if channel["name"] != self._name:
+            self.dispose()
+            self._mapped, self._name = _map(channel["gpu"], channel["name"], channel["handle"]), channel["name"]
         self._plan = plan
 
     def receive(self, index: int) -> Tensor:
         assert self._plan is not None
-        name, _ = self._plan.channel["buffers"][index % DEPTH]
-        return self._mapped[name][: self._plan.bucket_nbytes[index]]
+        begin = self._plan.channel["begins"][index]
+        return self._mapped[begin : begin + self._plan.bucket_nbytes[index]]
 
     def close(self) -> None:
         self._plan = None
 
     def dispose(self) -> None:
         self.close()
-        self._mapped = {}
+        self._name, self._mapped = "", torch.empty(0)
 
 
 def uuid_of(index: int) -> str:

@@ -25,6 +25,8 @@ _VISIBLE_SECONDS = 60.0  # within which a network file system shows a file that 
 class Sender:
     """Writes each bucket aside, syncs it, and renames it: under its name it is complete or absent."""
 
+    staged = False
+
     def __init__(self, label: str, where: Path) -> None:
         self._name = f"{PREFIX}{re.sub(r'[^A-Za-z0-9_.]+', '_', label)[:40]}-{os.getpid()}-{secrets.token_hex(4)}"
         self._where = where
@@ -33,7 +35,7 @@ class Sender:
         self._sizes: Sequence[int] = ()
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def open(self, bucket_nbytes: Sequence[int], version: int, num_receivers: int) -> dict[str, Any]:
+    def open(self, bucket_nbytes: Sequence[int], version: int, num_receivers: int, stage: bool = False) -> dict[str, Any]:
         self.close()
         if self._lock is None:
             self._where.mkdir(parents=True, exist_ok=True)

@@ -42,13 +42,14 @@ class WeightPublisher:
         self._next = 0
         self._checksums: dict[str, str] = {}
 
-    def plan(self, version: int, *, num_receivers: int = 1, one_host: bool = True) -> PublishPlan:
+    def plan(self, version: int, *, num_receivers: int = 1, one_host: bool = True, stage: bool = False) -> PublishPlan:
         """Open the transport for one publish.
 
         Args:
             version: the weight version that the engines have when all is done.
             num_receivers: engines that take part, with receiver ranks 0 .. num_receivers - 1.
             one_host: whether trainer and engines share a host, for weight_transport auto.
+            stage: have every bucket ready before the engines take the first, where the transport has room for all of them.
         """
         self.close()
         transport, reason = choose(self._args, one_host=one_host, device=self._device)
@@ -59,19 +60,21 @@ class WeightPublisher:
             self._way = (transport, one_host)
         assert self._sender is not None
         sizes = tuple(nbytes_of(bucket) for bucket in self.buckets)
+        channel = self._sender.open(sizes, version, num_receivers, stage)
         self._plan = PublishPlan(
             version=version,
             transport=transport,
             buckets=self.buckets,
             bucket_nbytes=sizes,
-            channel=self._sender.open(sizes, version, num_receivers),
+            channel=channel,
             checksum=kind_for(self._device) if self._args.verify_weight_updates else "",
+            staged=self._sender.staged,
         )
         self._next, self._checksums = 0, {}
         return self._plan
 
     def send_bucket(self, index: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Fill and send one bucket. Bucket i may be sent once bucket i - 2 was received everywhere.
+        """Fill and send one bucket. Bucket i may be sent once bucket i - 2 was received everywhere; of a staged plan at once.
 
         Args:
             index: buckets go in order.

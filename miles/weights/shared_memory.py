@@ -1,7 +1,8 @@
-"""Shared memory: two files that trainer and engines of one host map, filled and read in turn.
+"""Shared memory: a file that trainer and engines of one host map.
 
-The trainer writes straight into the mapped segment and an engine copies straight out of it. Segments stay mapped from
-one publish to the next, so their pages are touched for the first time only once.
+It holds two buckets, filled and read in turn, or all of them where there is room. The trainer writes straight into the mapped segment
+and an engine copies straight out of it. It stays mapped from one publish to the next, so its pages are touched for the first time
+only once.
 """
 
 from __future__ import annotations
@@ -19,15 +20,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
 from miles.types import PublishPlan
+from miles.weights.buckets import layout
 
 logger = logging.getLogger(__name__)
 
 DEPTH = 2
-"""Segments: bucket i + 1 is filled while bucket i is read."""
+"""Bucket i + 1 is filled while bucket i is read."""
+SHARE = 0.25
+"""Of the memory that is free, what a copy of all weights may take."""
 
 PREFIX = "miles-weights-"
 
@@ -67,19 +72,31 @@ class Sender:
         """
         self._label = re.sub(r"[^A-Za-z0-9_.]+", "_", label)[:40]
         self._where = where or directories()
-        self._segments: list[Segment] = []
+        self._held: Segment | None = None
+        self._begins: Sequence[int] = ()
         self._sizes: Sequence[int] = ()
+        self.staged = False
 
-    def open(self, bucket_nbytes: Sequence[int], version: int, num_receivers: int) -> dict[str, Any]:
-        needed = [max(bucket_nbytes[slot::DEPTH]) for slot in range(min(DEPTH, len(bucket_nbytes)))]
-        if [segment.nbytes for segment in self._segments] != needed:
+    def open(self, bucket_nbytes: Sequence[int], version: int, num_receivers: int, stage: bool = False) -> dict[str, Any]:
+        self._sizes = bucket_nbytes
+        begins, nbytes = layout(bucket_nbytes, len(bucket_nbytes))
+        self.staged = stage and (self._holds(nbytes) or self._has_room(nbytes))
+        if not self.staged:
+            begins, nbytes = layout(bucket_nbytes, DEPTH)
+        if not self._holds(nbytes):
             self.dispose()
             for place in self._where:
                 remove_stale(place)
-            for nbytes in needed:
-                self._segments.append(self._segment(nbytes))
-        self._sizes = bucket_nbytes
-        return {"paths": [str(segment.path) for segment in self._segments]}
+            self._held = self._segment(nbytes)
+        assert self._held is not None
+        self._begins = begins
+        return {"path": str(self._held.path), "begins": begins}
+
+    def _holds(self, nbytes: int) -> bool:
+        return self._held is not None and self._held.nbytes == nbytes
+
+    def _has_room(self, nbytes: int) -> bool:
+        return nbytes <= SHARE * min(_free(self._where[0]), psutil.virtual_memory().available)
 
     def _segment(self, nbytes: int) -> Segment:
         refusals = []
@@ -103,40 +120,43 @@ class Sender:
         )
 
     def buffer(self, index: int) -> Tensor:
-        return self._segments[index % DEPTH].buffer[: self._sizes[index]]
+        assert self._held is not None
+        return self._held.buffer[self._begins[index] : self._begins[index] + self._sizes[index]]
 
     def send(self, index: int) -> None:
         """Nothing to move: the bucket was written where the engines read it."""
 
     def close(self) -> None:
-        """The segments stay for the next publish."""
+        """The segment stays for the next publish."""
 
     def dispose(self) -> None:
-        while self._segments:
-            self._segments.pop().remove()
+        if self._held is not None:
+            self._held.remove()
+        self._held = None
 
 
 class Receiver:
     def __init__(self) -> None:
-        self._mapped: dict[str, Tensor] = {}
+        self._path, self._mapped = "", torch.empty(0)
         self._plan: PublishPlan | None = None
 
     def open(self, plan: PublishPlan, rank: int) -> None:
-        paths = plan.channel["paths"]
-        self._mapped = {path: self._mapped[path] if path in self._mapped else _map(path) for path in paths}
+        path = plan.channel["path"]
+        if path != self._path:
+            self._mapped, self._path = _map(path), path
         self._plan = plan
 
     def receive(self, index: int) -> Tensor:
         assert self._plan is not None
-        path = self._plan.channel["paths"][index % DEPTH]
-        return self._mapped[path][: self._plan.bucket_nbytes[index]]
+        begin = self._plan.channel["begins"][index]
+        return self._mapped[begin : begin + self._plan.bucket_nbytes[index]]
 
     def close(self) -> None:
         self._plan = None
 
     def dispose(self) -> None:
         self.close()
-        self._mapped = {}
+        self._path, self._mapped = "", torch.empty(0)
 
 
 def remove_stale(where: Path) -> None:

@@ -16,8 +16,9 @@ from miles.ray.train.train_group import TrainGroup
 
 LIMIT = 180.0  # seconds that a recovery may take on a machine with much to do
 Receivers = weight_update._Receivers
-start, restart, receive, train = InferenceController.start_update_weights, EngineCells.restart, Receivers.receive, TrainGroup.train
+pause, restart, call, train = InferenceController.pause_engines, EngineCells.restart, Receivers.call, TrainGroup.train
 
+TAKES_WEIGHTS = "end_update"  # of a publish that is staged, as every one but the first is
 ONE_ENGINE = sys.argv[sys.argv.index("--num-engines") + 1] == "1"
 due = {"generation": 0} | ({} if ONE_ENGINE else {"pause": 1, "publish": 2})  # a moment, and the rollout after whose training somebody dies
 dead: list[str] = []
@@ -38,9 +39,9 @@ async def maybe_kill(moment, engine):
         tell(f"killed {engine.worker_name} in {moment}")
 
 
-async def killing_start(controller):
+async def killing_pause(controller):
     controllers[:] = [controller]
-    engines = await start(controller)
+    engines = await pause(controller)
     await maybe_kill("pause", engines[-1])
     return engines
 
@@ -52,9 +53,10 @@ async def noted_restart(cells, cell):
         back.append(cell.name)
 
 
-async def killing_receive(receivers, index):
-    await maybe_kill("publish", receivers._engines[0])
-    return await receive(receivers, index)
+async def killing_call(receivers, method, *arguments):
+    if method == TAKES_WEIGHTS:
+        await maybe_kill("publish", receivers._engines[0])
+    return await call(receivers, method, *arguments)
 
 
 async def killing_train(group, *arguments):
@@ -77,9 +79,9 @@ async def all_serve():
         tell(f"back: {back.pop()}, current: {versions == {weight_update.version_after(run.args, run.published)}}")
 
 
-InferenceController.start_update_weights = killing_start
+InferenceController.pause_engines = killing_pause
 EngineCells.restart = noted_restart
-Receivers.receive = killing_receive
+Receivers.call = killing_call
 TrainGroup.train = killing_train
 
 if __name__ == "__main__":

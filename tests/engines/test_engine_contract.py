@@ -427,6 +427,28 @@ async def test_a_publish_that_cannot_work_is_refused_before_a_byte_moves(engine:
     assert (await engine.health()).healthy
 
 
+async def test_a_staged_publish_begins_before_the_pause_and_is_taken_in_it(engine: Engine, trainer: Trainer) -> None:
+    old = await trainer.publish(0)
+    running = asyncio.create_task(engine.generate(ask("staged.", new=80)))
+    plan = trainer.sender.plan(old + 1, stage=True)
+    assert plan.staged
+    for index, bucket in enumerate(plan.buckets):
+        trainer.sender.send_bucket(index, [(spec.name, trainer.tables[1][spec.name].detach()) for spec in bucket])
+    await engine.begin_update(plan, 0)
+    with pytest.raises(RuntimeError, match="paused"):
+        await engine.end_update()
+    assert (await engine.generate(ask("before."))).version_spans == [(0, 16, old)]
+    await engine.pause("retract")
+    assert await engine.end_update() == trainer.sender.checksums()
+    await engine.resume()
+    trainer.sender.close()
+    trainer.version, trainer.which[old + 1] = old + 1, 1
+    assert_whole(await running)
+    answer = await engine.generate(ask("after."))
+    assert answer.version_spans == [(0, 16, old + 1)]
+    assert gap(trainer.model(old + 1), PROMPT, answer) < 1e-4
+
+
 async def test_check_weights_finds_what_a_publish_left_out(engine: Engine, trainer: Trainer) -> None:
     await trainer.publish(0)
     await engine.check_weights("snapshot")

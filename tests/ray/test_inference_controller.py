@@ -99,6 +99,8 @@ def cell(world, index):
 
 async def publish(world, version):
     engines = await world.controller.start_update_weights()
+    assert not any(engine.paused for engine in world.engines if engine.calls[-1] == "resume")
+    assert await world.controller.pause_engines() == engines
     assert all(engine.paused for engine in world.engines[-len(engines) :])
     await world.controller.end_update_weights(version)
 
@@ -138,7 +140,8 @@ async def test_an_engine_that_does_not_pause_is_lost_and_the_publish_goes_on(pro
     controller, handles = await silent_engine_world(process_manager, 2)
     next(engine for engine in PlainEngine.made if engine.name == "engine-0").pause = hangs
     async with asyncio.timeout(5):
-        assert await controller.start_update_weights() == handles[1:]
+        assert await controller.start_update_weights() == handles
+        assert await controller.pause_engines() == handles[1:]
     reason = controller.cells()[0].condition("Healthy").reason
     assert "waited 1 s (--control-timeout) for pause of worker engine-0" in reason
     await controller.end_update_weights(1)
@@ -150,6 +153,9 @@ async def test_a_stopped_process_is_ended_and_the_last_one_ends_the_publish(ray_
     pid = await handles[0].pid()
     await controller.inject_fault("engine-0", "hang")
     await until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    assert await controller.start_update_weights() == handles
+    assert await controller.pause_engines() == []
+    await controller.abort_update_weights()
     with pytest.raises(RuntimeError, match=r"no engine is left to publish to:\nengine-0: .*--control-timeout"):
         await controller.start_update_weights()
     await until(lambda: not psutil.pid_exists(pid), 20.0)
@@ -266,6 +272,7 @@ async def test_a_publish_waits_for_an_engine_that_may_be_started_again(world):
 async def test_an_engine_that_answers_but_never_writes_is_found_and_a_paused_one_is_not(world):
     await publish(world, 1)
     await world.controller.start_update_weights()
+    await world.controller.pause_engines()
     world.engines[0].stuck = 100.0
     await asyncio.sleep(0.1)
     assert cell(world, 0).condition("Healthy").status != "False"

@@ -14,13 +14,13 @@ from miles.types import PublishPlan, TensorSpec
 
 
 class Trainer:
-    def __init__(self, events, buckets=3, transport="shared_memory"):
-        self.events, self.buckets, self.transport = events, buckets, transport
+    def __init__(self, events, buckets=3, transport="shared_memory", staged=False):
+        self.events, self.buckets, self.transport, self.staged = events, buckets, transport, staged
         self.value = "aa"
 
     async def plan_publish(self, version, num_receivers, one_host):
         buckets = tuple((TensorSpec(f"w{i}", "float32", (2,), 0, 8),) for i in range(self.buckets))
-        return PublishPlan(version, self.transport, buckets, (8,) * self.buckets, {}, "xxh3_64")
+        return PublishPlan(version, self.transport, buckets, (8,) * self.buckets, {}, "xxh3_64", self.staged)
 
     async def send_bucket(self, index):
         self.events.append(f"send {index}")
@@ -56,6 +56,7 @@ class Engine:
         self.events.append(f"{self.name} has {index}")
 
     async def end_update(self):
+        self.events.append(f"{self.name} ends")
         return self.sums
 
     async def abort_update(self):
@@ -77,6 +78,31 @@ async def test_at_most_two_buckets_are_on_their_way(args):
     await weight_update.move(args, [Trainer(events)], [Engine(events)], 1, end_engine=end)
     assert events.index("send 1") < events.index("e has 0") < events.index("send 2")
     assert events.index("e has 1") < events.index("e reads 2")
+
+
+async def test_of_a_staged_publish_only_the_engines_own_part_is_in_the_pause(args):
+    events = []
+
+    async def pause():
+        events.append("pause")
+        return [engine]
+
+    engine = Engine(events)
+    await weight_update.move(args, [Trainer(events, staged=True)], [engine], 1, end_engine=end, pause=pause)
+    assert events == ["send 0", "send 1", "send 2", "e begins as 0", "pause", "e ends"]
+
+
+@pytest.mark.parametrize("staged", [False, True])
+async def test_an_engine_that_could_not_be_paused_is_published_without(args, staged):
+    async def pause():
+        return [second]
+
+    events = []
+    first, second = Engine(events, "a"), Engine(events, "b")
+    with pytest.raises(weight_update.EngineLost, match="paused"):
+        await weight_update.move(args, [Trainer(events, staged=staged)], [first, second], 1, end_engine=end, pause=pause)
+    assert "b ends" not in events
+    assert events[-3:] == ["trainer aborts", "a aborts", "b aborts"]
 
 
 async def test_a_collective_sends_and_reads_at_once(args):
@@ -108,9 +134,9 @@ class Actor:
     def __init__(self, args, events, engine):
         self.args, self.trainers = args, [Trainer(events)]
 
-    async def update_weights(self, engines, rollout_id=None):
+    async def update_weights(self, engines, rollout_id=None, pause=None):
         version = weight_update.version_after(self.args, rollout_id)
-        await weight_update.move(self.args, self.trainers, engines, version, end_engine=end)
+        await weight_update.move(self.args, self.trainers, engines, version, end_engine=end, pause=pause)
         return version
 
 
@@ -118,9 +144,16 @@ class Controller:
     def __init__(self, events, engines):
         self.events, self.engines = events, engines
 
-    async def start_update_weights(self):
-        self.events.append("pause")
+    def living(self):
         return [engine for engine in self.engines if not getattr(engine, "dead", False)]
+
+    async def start_update_weights(self):
+        self.events.append("lock")
+        return self.living()
+
+    async def pause_engines(self):
+        self.events.append("pause")
+        return self.living()
 
     async def end_update_weights(self, weight_version):
         self.events.append(f"serve {weight_version}")

@@ -9,7 +9,9 @@ from engine_process import settings, shapes_of
 from hypothesis import given
 from hypothesis import settings as examples
 
+from miles.weights import shared_memory
 from miles.weights.buckets import ALIGNMENT, nbytes_of, plan_buckets
+from miles.weights.compare import compare_checksums
 from miles.weights.receiver import WeightLoader
 from miles.weights.sender import WeightPublisher
 
@@ -72,6 +74,64 @@ def test_any_shapes_and_types_arrive_bit_for_bit(named_shapes: list, seed: int) 
     assert loader.finish() == publisher.checksums()
     publisher.dispose()
     assert all(same_bytes(parameters[name], weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_staged_publish_is_taken_whole_and_its_memory_stays(verify: bool) -> None:
+    shapes = [
+        ("a", torch.float32, (300, 1000)),
+        ("odd", torch.bfloat16, (7,)),
+        ("turned", torch.float32, (40, 50)),
+        ("none", torch.int64, (0,)),
+    ]
+    parameters = {name: torch.zeros(shape, dtype=dtype) for name, dtype, shape in shapes}
+    parameters["turned"] = torch.zeros(50, 40).t()
+    publisher, loader = WeightPublisher(shapes, settings(verify_weight_updates=verify)), WeightLoader(parameters)
+    publisher.buckets = plan_buckets(shapes, 1000)
+    channels = []
+    for version in (1, 2, 3):
+        weights = {name: random_tensor(dtype, shape, version) for name, dtype, shape in shapes}
+        plan = publisher.plan(version, stage=True)
+        assert plan.staged
+        channels.append(plan.channel)
+        for index, bucket in enumerate(plan.buckets):
+            publisher.send_bucket(index, [(spec.name, weights[spec.name]) for spec in bucket])
+        sent = publisher.checksums()
+        publisher.close()
+        loader.begin(plan, 0)
+        assert loader.finish() == sent
+        assert bool(sent) == verify
+        assert all(same_bytes(parameters[name], weights[name]) for name in weights)
+        if version == 2:  # they moved: what was prepared for their old place is prepared anew
+            parameters["a"].data = torch.zeros(300, 1000)
+    assert channels[0] == channels[1] == channels[2]
+    assert not publisher.plan(4).staged
+    publisher.dispose()
+
+
+def test_a_staged_tensor_that_arrives_wrong_is_found() -> None:
+    weights = {"a": torch.randn(1 << 19), "b": torch.randn(9)}
+    publisher = WeightPublisher(shapes_of(weights), settings())
+    loader = WeightLoader({name: torch.zeros_like(weight) for name, weight in weights.items()})
+    plan = publisher.plan(1, stage=True)
+    for index, bucket in enumerate(plan.buckets):
+        publisher.send_bucket(index, [(spec.name, weights[spec.name]) for spec in bucket])
+    loader.begin(plan, 0)
+    assert publisher._sender is not None
+    publisher._sender.buffer(0)[(1 << 21) - 1] ^= 1
+    found = compare_checksums(publisher.checksums(), loader.finish())
+    assert found.differing == ("a",)
+    publisher.dispose()
+
+
+def test_without_room_two_buckets_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "SHARE", 0.0)
+    weights = {name: torch.ones(1 << 18) for name in "abc"}
+    publisher = WeightPublisher(shapes_of(weights), settings())
+    plan = publisher.plan(1, stage=True)
+    assert not plan.staged
+    assert plan.channel["begins"] == [0, 1 << 20, 0]
+    publisher.dispose()
 
 
 def sent(weights: dict[str, torch.Tensor], named_shapes: list, parameters: dict[str, torch.Tensor], **values: Any) -> None:

@@ -283,8 +283,8 @@ def test_a_file_stands_in_for_shared_memory_that_is_too_small(
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     sender = shared_memory.Sender("roomy", [small, tmp_path])
-    paths = sender.open([64, 32], 1, 1)["paths"]
-    assert [Path(path).parent for path in paths] == [tmp_path, tmp_path]
+    path = sender.open([64, 32], 1, 1)["path"]
+    assert Path(path).parent == tmp_path
     assert "--shm-size" in caplog.text
     sender.dispose()
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []

@@ -128,13 +128,17 @@ class EngineCore:
         self.paused = False
 
     def begin_update(self, plan: PublishPlan, receiver_rank: int) -> None:
-        if not self.paused:
-            raise RuntimeError(f"engine {self.name}: a publish needs a paused engine")
+        if not plan.staged:
+            self._check_paused()
         if self.offloaded:
             raise RuntimeError(f"engine {self.name}: a publish needs its weights on the device; call onload first")
         if plan.version < self.ready.version:
             raise ValueError(f"engine {self.name}: weight version {plan.version} is older than its own, {self.ready.version}")
         self.weights.begin(plan, receiver_rank)
+
+    def _check_paused(self) -> None:
+        if not self.paused:
+            raise RuntimeError(f"engine {self.name}: a publish needs a paused engine")
 
     def receive_bucket(self, index: int) -> None:
         self.weights.receive(index)
@@ -142,6 +146,7 @@ class EngineCore:
     def end_update(self) -> dict[str, str]:
         plan = self.weights.plan
         assert plan is not None, "end_update before begin_update"
+        self._check_paused()
         checksums = self.weights.finish()
         self.ready.weights_changed(plan.version)
         return checksums

@@ -52,6 +52,7 @@ class SGLangEngine:
         self._limits = Limits(vocabulary=0, max_context=args.engine_max_context, has_tokenizer=False)
         self._version = Version("")
         self._plan: PublishPlan | None = None
+        self._receiver_rank = 0
         self._mode: PauseMode | None = None  # how it is paused
         self._offloaded = self._session = self._disposed = False
         self._intact, self._unproven = True, False  # as in ServedWeights
@@ -157,16 +158,24 @@ class SGLangEngine:
     # ---- publishes
 
     async def begin_update(self, plan: PublishPlan, receiver_rank: int) -> None:
-        flights, _, commands = self._ready()
-        if self._mode is None:
-            raise RuntimeError(f"engine {self.name}: a publish needs a paused engine")
+        flights = self._ready()[0]
+        if not plan.staged:
+            self._check_paused()
         if self._offloaded:
             raise RuntimeError(f"engine {self.name}: a publish needs its weights on the device; call onload first")
         if plan.version < flights.version:
             raise ValueError(f"engine {self.name}: weight version {plan.version} is older than its own, {flights.version}")
+        self._plan, self._receiver_rank = plan, receiver_rank
+        if not plan.staged:
+            await self._begin(plan)
+
+    async def _begin(self, plan: PublishPlan) -> None:
         await self._open_session()
-        self._plan = plan
-        await commands.run("begin", plan=plan, receiver_rank=receiver_rank)
+        await self._ready()[2].run("begin", plan=plan, receiver_rank=self._receiver_rank)
+
+    def _check_paused(self) -> None:
+        if self._mode is None:
+            raise RuntimeError(f"engine {self.name}: a publish needs a paused engine")
 
     async def receive_bucket(self, index: int) -> None:
         assert self._plan is not None, "receive_bucket before begin_update"
@@ -177,6 +186,10 @@ class SGLangEngine:
         flights, _, commands = self._ready()
         plan = self._plan
         assert plan is not None, "end_update before begin_update"
+        self._check_paused()
+        if plan.staged:
+            await self._begin(plan)
+            self._intact = False
         checksums = await commands.run("finish", weight_version=str(plan.version))
         await self._close_session()
         self._plan = None

@@ -1,7 +1,8 @@
 """Runs inside the server: SGLang calls `load` for weights (its option --custom-weight-loader). One command a call, from `commands.py`.
 
-The server receives buckets by itself, over the same transports as the embedded engine: nothing is copied on the way. SGLang's
-own `load_weights` puts them into place; what then lies there is checksummed and compared under its Hugging Face names.
+The server receives buckets by itself, over the same transports as the embedded engine: nothing is copied on the way. They go to where
+SGLang's own `load_weights` puts them, or through it where it does more than to copy; what then lies there is checksummed and
+compared under its Hugging Face names.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class ServerWeights:
         if self._served is None or addresses != self._addresses:
             places, group = find_places(self.model, self._tensors), get_tp_group()
             if self._served is None:
-                self._served = ServedWeights(places.views(), self._timeout, write=self._write)
+                self._served = ServedWeights(places.views(), self._timeout, write=None if places.copied else self._write)
             else:
                 self._served.moved(places.views())
             if group.world_size > 1:

@@ -28,7 +28,9 @@ class Place(NamedTuple):
 
 
 class Places(dict[str, Place]):
-    """Place by Hugging Face name."""
+    """Place by Hugging Face name. `copied`: the model does nothing else with these tensors than to copy each whole to its one place."""
+
+    copied = False
 
     def views(self) -> dict[str, Tensor]:
         return {name: place.target for name, place in self.items()}
@@ -49,6 +51,7 @@ def find_places(model: nn.Module, tensors: Sequence[NamedShape]) -> Places:
     with torch.no_grad(), recorder:
         model.load_weights(without_data())  # type: ignore[operator]
     found, odd = Places(), []
+    found.copied = all(len(copies) == 1 and copies[0][0].dtype == copies[0][1].dtype for copies in recorder.copies.values())
     for name, _, shape in tensors:
         copies = recorder.copies.get(name, [])
         sizes = {tuple(target.shape) == tuple(source.shape) for target, source in copies}
@@ -57,6 +60,7 @@ def find_places(model: nn.Module, tensors: Sequence[NamedShape]) -> Places:
             continue
         target, source = copies[0]
         found[name] = Place(target.detach(), int(source.storage_offset()), source.stride(), source.shape == torch.Size(shape))
+    found.copied = found.copied and all(place.whole for place in found.values())
     if odd:
         more = f" and {len(odd) - 8} more" if len(odd) > 8 else ""
         raise ValueError(f"{type(model).__name__} of SGLang does not keep these tensors as they come: {', '.join(odd[:8])}{more}")

@@ -95,6 +95,10 @@ class ShardedWeights:
 
     def finish(self) -> dict[str, str]:
         assert self._receiver is not None
+        assert self._plan is not None, "finish before begin"
+        if self._plan.staged:
+            for index in range(len(self._plan.buckets)):
+                self.receive(index)
         self._receiver.close()
         self._plan = None
         return dict(self._sums)

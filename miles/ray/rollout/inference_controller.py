@@ -67,7 +67,7 @@ class InferenceController:
         await self.onload()
 
     async def start_update_weights(self) -> list[Engine]:
-        """Take the lock, leave the engines unwatched, pause those that live. Returns them.
+        """Take the lock. Returns the engines that live; they go on until `pause_engines`.
 
         Where none lives, but the control API may start one again, that is waited for, within --engine-start-timeout.
         """
@@ -76,7 +76,6 @@ class InferenceController:
             await self._lock.acquire()
             try:
                 await self._onload()
-                await self._pause(self._cells.living)
                 self._publishing = self._cells.living
             except BaseException:
                 self._lock.release()
@@ -85,6 +84,12 @@ class InferenceController:
                 return [cell.engine for cell in self._publishing]
             self._lock.release()
             await self._wait_for_one()
+
+    async def pause_engines(self) -> list[Engine]:
+        """Pause the engines of the publish, and leave them unwatched. Returns those that live."""
+        await self._pause([cell for cell in self._publishing if cell.lives])
+        self._publishing = [cell for cell in self._publishing if cell.lives]
+        return [cell.engine for cell in self._publishing]
 
     async def _wait_for_one(self) -> None:
         problem = f"no engine is left to publish to:\n{self._cells.problems()}"

@@ -114,14 +114,16 @@ class TrainGroup:
         run.guard.fail(error)
         raise error
 
-    async def update_weights(self, engines: Sequence[Engine], rollout_id: int | None = None) -> int:
-        """Publish the current weights to `engines`, proved by checksums. Returns their version."""
+    async def update_weights(
+        self, engines: Sequence[Engine], rollout_id: int | None = None, pause: weight_update.Pause | None = None
+    ) -> int:
+        """Publish the current weights to `engines`, proved by checksums. Returns their version. `pause`: see `weight_update.move`."""
         version = weight_update.version_after(self.args, rollout_id)
         with tracking.timeline().span("actor", "publish", **({} if rollout_id is None else {"rollout_id": rollout_id})) as span:
             async with self._awake():
-                await weight_update.move(
-                    self.args, self.ranks, engines, version, end_engine=self._end_engine, one_host=await self._one_host(engines)
-                )
+                one_host = await self._one_host(engines)
+                end = self._end_engine
+                await weight_update.move(self.args, self.ranks, engines, version, end_engine=end, pause=pause, one_host=one_host)
         tracking.timeline().published(span, [cast(WorkerHandle, engine).worker_name for engine in engines])
         if rollout_id is not None:
             tracking.step_done(rollout_id)
