@@ -7,7 +7,9 @@ import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from miles.engines.least_busy import LeastBusy
 from miles.protocols import Engine, ProcessGone
 from miles.types import Completion, FinishReason, GenerateRequest
 
@@ -37,12 +39,9 @@ class _Place:
     failures: int = 0  # in a row
     shunned_until: float = 0.0  # time of the event loop
     running: int = 0  # let in and not answered
-    inside: set[asyncio.Future[Completion]] = field(default_factory=set)  # calls of the engine that are not answered
+    inside: dict[asyncio.Task[Any], None] = field(default_factory=dict)  # who awaits an answer of the engine
+    lost: set[asyncio.Task[Any]] = field(default_factory=set)  # of those, whom `mark` woke
     queue: OrderedDict[str, asyncio.Future[bool]] = field(default_factory=OrderedDict)  # waiting for room: True to go, False when aborted
-
-    @property
-    def load(self) -> int:
-        return self.running + len(self.queue)
 
 
 class Router:
@@ -70,6 +69,9 @@ class Router:
         self._patience = patience
         self._homes: OrderedDict[str, int] = OrderedDict()  # affinity -> engine index
         self._sent: dict[str, int] = {}  # request id -> engine index
+        self._live = list(range(len(engines)))
+        self._busy = LeastBusy(len(engines))  # has in it who is live and not shunned
+        self._shunned: set[int] = set()
         self._revived = asyncio.Event()  # cleared by the first that waits for an engine
         self._revived.set()
 
@@ -79,24 +81,22 @@ class Router:
 
     def engine_for(self, position: int) -> int:
         """The engine index of the group at this position of a wave: live engines in turn."""
-        live = self.live
-        if not live:
+        if not self._live:
             raise NoEngineError("no engine is live")
-        return live[position % len(live)]
+        return self._live[position % len(self._live)]
 
     @property
     def live(self) -> list[int]:
-        return [index for index, place in enumerate(self._places) if place.live]
+        return list(self._live)
 
     def mark(self, index: int, *, live: bool) -> None:
         """Told by whoever watches the engines: an engine that is not live gets nothing new, and what it has goes to others."""
-        place = self._places[index]
-        place.live = live
+        self._set_live(index, live=live)
         if live:
             self._revived.set()
             return
-        for call in place.inside:
-            call.cancel()
+        place = self._places[index]
+        place.lost = {waiter for waiter in place.inside if waiter.cancel()}
         for request_id, go in place.queue.items():
             if not go.done():
                 go.set_exception(EngineLost(f"engine {index} was lost while request {request_id} waited for it"))
@@ -107,7 +107,7 @@ class Router:
         Raises:
             NoEngineError: none was within `patience`.
         """
-        if self.live:
+        if self._live:
             return
         if self._revived.is_set() and self._patience > 0:
             logger.warning("no engine is live: waiting up to %g s for one to be started again", self._patience)
@@ -145,7 +145,7 @@ class Router:
                 tried.append(index)
                 self._shun(index)
                 self._homes.pop(request.affinity, None)
-                if len(tried) > self._retries or not set(self.live) - set(tried):
+                if len(tried) > self._retries or not set(self._live) - set(tried):
                     raise
                 logger.warning("engine %d failed under request %s (%r); trying another", index, request.request_id, error)
 
@@ -175,51 +175,89 @@ class Router:
         if home is not None and self._places[home].live and home not in tried:
             self._homes.move_to_end(affinity)
             return home
-        candidates = [index for index in self.live if index not in tried]
-        if not candidates:
-            raise NoEngineError("no engine is live")
-        now = asyncio.get_running_loop().time()
-        index = min(candidates, key=lambda candidate: (self._places[candidate].shunned_until > now, self._places[candidate].load))
+        index = self._least_busy(tried)
         if affinity:
             self._homes[affinity] = index
             if len(self._homes) > REMEMBERED:
                 self._homes.popitem(last=False)
         return index
 
+    def _least_busy(self, tried: Sequence[int]) -> int:
+        """The engine with the least to do; one that is shunned only where there is no other."""
+        now = asyncio.get_running_loop().time()
+        for index in [index for index in self._shunned if self._places[index].shunned_until <= now]:
+            self._shunned.discard(index)
+            if self._places[index].live:
+                self._busy.put_in(index)
+        least = self._busy.least()
+        if least is not None and least not in tried:
+            return least
+        candidates = [index for index in self._live if index not in tried]
+        if not candidates:
+            raise NoEngineError("no engine is live")
+        return min(candidates, key=lambda index: (index in self._shunned, self._busy.loads[index]))
+
+    def _set_live(self, index: int, *, live: bool) -> None:
+        self._places[index].live = live
+        self._live = [index for index, place in enumerate(self._places) if place.live]
+        if live and index not in self._shunned:
+            self._busy.put_in(index)
+        elif not live:
+            self._busy.take_out(index)
+
     def _shun(self, index: int) -> None:
         """An idle engine that fails at once would draw every new request: others go first for a while, longer each time."""
         place = self._places[index]
         place.failures += 1
         place.shunned_until = asyncio.get_running_loop().time() + min(2.0**place.failures, LONGEST_SHUNNED)
+        self._shunned.add(index)
+        self._busy.take_out(index)
 
     async def _send(self, index: int, request: GenerateRequest) -> Completion:
         """Wait for room in an engine, then ask it. Whoever leaves lets the next one in."""
-        place, request_id = self._places[index], request.request_id
-        if request.wave is not None:
-            place.running += 1
-        elif not await self._enter(place, request_id):
-            return Completion(request_id, [], [], FinishReason.ABORT, [])
-        self._sent[request_id] = index
-        call = asyncio.ensure_future(place.engine.generate(request))
-        place.inside.add(call)
+        place = self._places[index]
+        self._busy.change(index, 1)
         try:
-            completion = await call
+            if request.wave is not None:
+                place.running += 1
+            elif not await self._enter(place, request.request_id):
+                return Completion(request.request_id, [], [], FinishReason.ABORT, [])
+            try:
+                return await self._ask(index, place, request)
+            finally:
+                self._leave(place)
+        finally:
+            self._busy.change(index, -1)
+
+    async def _ask(self, index: int, place: _Place, request: GenerateRequest) -> Completion:
+        """In the caller's own task: `mark` wakes it when the engine is given up."""
+        task = asyncio.current_task()
+        assert task is not None
+        before = task.cancelling()
+        self._sent[request.request_id] = index
+        place.inside[task] = None
+        try:
+            completion = await place.engine.generate(request)
             completion.engine, place.failures = index, 0
             return completion
         except asyncio.CancelledError:
-            if place.live or ((task := asyncio.current_task()) is not None and task.cancelling()):
+            cancelling = task.uncancel() if task in place.lost else task.cancelling()
+            if place.live or cancelling > before:
                 raise
-            raise EngineLost(f"engine {index} was lost while it had request {request_id}") from None
+            raise EngineLost(f"engine {index} was lost while it had request {request.request_id}") from None
         except ProcessGone:
-            place.live = False  # before whoever watches it notices; that it is back is told by `mark`
+            self._set_live(index, live=False)  # before whoever watches it notices; that it is back is told by `mark`
             raise
         finally:
-            place.inside.discard(call)
-            del self._sent[request_id]
-            self._leave(place)
+            place.inside.pop(task, None)
+            place.lost.discard(task)
+            del self._sent[request.request_id]
 
     async def _enter(self, place: _Place, request_id: str) -> bool:
         """Wait in order until there is room, and take it. False: aborted meanwhile."""
+        if place.running < self._max_running and not place.queue:
+            place.running += 1
+            return True
         go = place.queue[request_id] = asyncio.get_running_loop().create_future()
         self._let_in(place)
         try:

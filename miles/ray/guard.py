@@ -54,6 +54,8 @@ class RunGuard:
 
     def __init__(self) -> None:
         self._fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._watching: set[asyncio.Task[Any] | None] = set()
+        self._ended: set[asyncio.Task[Any] | None] = set()  # cancelled by `fail`
         self._on_signal: Callable[[], Awaitable[str]] | None = None
         self._old_handlers: dict[signal.Signals, Any] = {}
         self._ending: asyncio.Task[None] | None = None
@@ -62,17 +64,23 @@ class RunGuard:
 
     async def watch(self, awaitable: Awaitable[T]) -> T:
         """Await it, unless the run fails first: then raise that."""
-        task = asyncio.ensure_future(awaitable)
+        task = asyncio.current_task()
+        assert task is not None
+        if self._fatal.done():
+            if asyncio.iscoroutine(awaitable):
+                awaitable.close()
+            self._fatal.result()
+        before, outermost = task.cancelling(), task not in self._watching
+        self._watching.add(task)
         try:
-            waits: set[asyncio.Future[Any]] = {task, self._fatal}
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            return await awaitable
         except asyncio.CancelledError:
-            task.cancel()
-            raise
-        if task.done():
-            return task.result()
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+            if not outermost or not self._fatal.done() or task not in self._ended or task.uncancel() > before:
+                raise
+        finally:
+            if outermost:
+                self._watching.discard(task)
+                self._ended.discard(task)
         return self._fatal.result()  # type: ignore[return-value]  # always raises
 
     def fail(self, error: BaseException) -> None:
@@ -80,6 +88,7 @@ class RunGuard:
         if not self._fatal.done():
             self._fatal.set_exception(error)
             self._fatal.exception()  # retrieved: nobody may be waiting
+            self._ended = {task for task in self._watching - {_this_task()} if task is not None and task.cancel()}
 
     @property
     def failed(self) -> bool:
@@ -135,6 +144,13 @@ class RunGuard:
             logger.exception("could not save on the signal")
             saved = f"; saving failed: {error}"
         self.fail(Interrupted(signum, saved))
+
+
+def _this_task() -> asyncio.Task[Any] | None:
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # no loop runs here
+        return None
 
 
 def _handler_beyond_the_loop(signum: signal.Signals) -> Any:

@@ -101,7 +101,7 @@ class Host:
         function = getattr(self._worker, method, None)
         if function is None:
             raise AttributeError(f"worker {self.name} ({type(self._worker).__name__}) has no method {method!r}")
-        caller.set(self.name)
+        token = caller.set(self.name)
         self._calls += 1
         number = self._calls
         coroutine = function(*args, **kwargs) if inspect.iscoroutinefunction(function) else None
@@ -112,6 +112,7 @@ class Host:
             return await self._compute.run(lambda: function(*args, **kwargs))
         finally:
             del self._running[number]
+            caller.reset(token)
 
     async def _wait_until_built(self, method: str) -> None:
         """A worker that is started again can be called by others before its object is there."""

@@ -99,23 +99,35 @@ class WorkerHandle:
 
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         limit = self._limits.get(method, self._default_limit)
-        task = asyncio.ensure_future(self._channel.call(method, args, kwargs))
+        task = asyncio.current_task()
+        assert task is not None
+        before, giving_up = task.cancelling(), list[asyncio.Future[str]]()
+        # No task of its own for the call: there is one for every request of a run.
+        timer = asyncio.get_running_loop().call_later(
+            limit.seconds, lambda: giving_up.append(asyncio.ensure_future(self._stacks_then_cancel(task)))
+        )
         try:
             with waiting(self._name, method):
-                done, _ = await asyncio.wait({task}, timeout=limit.seconds)
+                return await self._channel.call(method, args, kwargs)
         except asyncio.CancelledError:
-            task.cancel()
-            raise
-        if done:
-            return task.result()
+            if not giving_up or not giving_up[0].done() or task.uncancel() > before:
+                raise
+            setting = f" ({limit.setting})" if limit.setting else ""
+            who = "the driver" if caller.get() == DRIVER else caller.get()
+            raise CallTimeout(
+                f"{who} waited {limit.seconds:g} s{setting} for {method} of worker {self._name}; log: {self._log_path}\n"
+                f"What that worker was doing:\n{giving_up[0].result()}"
+            ) from None
+        finally:
+            timer.cancel()
+            for stacks in giving_up:
+                stacks.cancel()
+
+    async def _stacks_then_cancel(self, task: asyncio.Task[Any]) -> str:
+        """The stacks as they are while the call still runs."""
         text = await self.worker_stacks()
         task.cancel()
-        setting = f" ({limit.setting})" if limit.setting else ""
-        who = "the driver" if caller.get() == DRIVER else caller.get()
-        raise CallTimeout(
-            f"{who} waited {limit.seconds:g} s{setting} for {method} of worker {self._name}; log: {self._log_path}\n"
-            f"What that worker was doing:\n{text}"
-        )
+        return text
 
     @property
     def worker_name(self) -> str:

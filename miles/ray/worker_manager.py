@@ -252,6 +252,8 @@ class WorkerManager:
 
 async def all_or_first_error(calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
     """Await all; when one fails the others are cancelled and awaited, and its error is raised."""
+    if len(calls) == 1:
+        return [await calls[0]]
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION) if tasks else None

@@ -12,7 +12,7 @@ from typing import Any
 
 from miles.config.reward import RewardSection
 from miles.plugins import load
-from miles.rewards.daemon_thread import DaemonThreads
+from miles.rewards.daemon_thread import CallLate, DaemonThreads
 from miles.rewards.pool import LimitError, PoolSpec, RewardPool, WorkerDiedError
 from miles.types import Sample
 
@@ -58,7 +58,7 @@ class RewardCall:
         called = self._function.__call__ if is_class or not inspect.isroutine(self._function) else self._function
         self._is_async = inspect.iscoroutinefunction(called)
         self._pool: RewardPool | None = None
-        self._threads = DaemonThreads()
+        self._threads: dict[asyncio.AbstractEventLoop, DaemonThreads] = {}
         if not self._is_async and args.reward_workers:
             self._pool = RewardPool(PoolSpec(BUILTIN.get(name, name), args, self._timeout, args.reward_memory_gb), args.reward_workers)
         elif is_class:
@@ -71,6 +71,8 @@ class RewardCall:
         try:
             if self._pool is not None:
                 return read(await asyncio.wrap_future(self._pool.submit(sample)))
+            if not self._is_async:
+                return read(await self._in_thread(sample))
             async with self._place():
                 return read(await self._within_limit(self._contained(sample)))
         except (LimitError, WorkerDiedError) as error:
@@ -86,7 +88,8 @@ class RewardCall:
         """End the processes, connections and async calls that are left. A class's own async `dispose` is called. Idempotent."""
         for task in self._abandoned:
             task.cancel()
-        self._threads.close()
+        for threads in self._threads.values():
+            threads.close()
         if self._pool is not None:
             await asyncio.to_thread(self._pool.close)
         elif inspect.iscoroutinefunction(close := getattr(self._function, "dispose", None)):
@@ -100,9 +103,20 @@ class RewardCall:
             self._places[loop] = asyncio.Semaphore(self._most)
         return self._places[loop]
 
+    async def _in_thread(self, sample: Sample) -> Any:
+        loop = asyncio.get_running_loop()
+        if loop not in self._threads:
+            for old in [loop for loop in self._threads if loop.is_closed()]:
+                self._threads.pop(old).close()
+            self._threads[loop] = DaemonThreads()
+        try:
+            return await self._threads[loop].run(self._function, sample, limit=self._timeout)
+        except CallLate:
+            raise self._late() from None
+
     async def _contained(self, sample: Sample) -> Any:
         try:
-            return await (self._function(sample) if self._is_async else self._threads.run(self._function, sample))
+            return await self._function(sample)
         except SystemExit as error:  # would end the event loop, and with it everybody's work
             raise RuntimeError(f"the reward called for an exit: SystemExit: {error}") from error
 
@@ -116,8 +130,11 @@ class RewardCall:
             raise
         if not done:
             self._abandon(task)
-            raise LimitError(f"took longer than --reward-timeout {self._timeout:g} s")
+            raise self._late()
         return task.result()
+
+    def _late(self) -> LimitError:
+        return LimitError(f"took longer than --reward-timeout {self._timeout:g} s")
 
     def _abandon(self, task: asyncio.Task[Any]) -> None:
         task.cancel()

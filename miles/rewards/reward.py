@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 import traceback
+from collections.abc import Sequence
 
 from miles.config.reward import RewardSection, parts_of
 from miles.rewards.call import GaveUpError, RewardCall, Scored
@@ -55,7 +56,7 @@ class RewardScorer:
         mix = self._mixes.get(sample.data_set, self._mixes[""])
         self._scoring[sample.sample_index] = time.time()
         try:
-            outcomes = await asyncio.gather(*(self._calls[part](sample) for part in mix), return_exceptions=True)
+            outcomes = await self._outcomes(mix, sample)
         finally:
             self._scoring.pop(sample.sample_index, None)
         scored: dict[str, Scored] = {}
@@ -68,6 +69,15 @@ class RewardScorer:
             scored[part] = outcome
         sample.reward, sample.reward_details = mixed(mix, scored)
         self.num_unscored += sample.reward is None
+
+    async def _outcomes(self, mix: dict[str, float], sample: Sample) -> Sequence[Scored | BaseException]:
+        """Of all parts, in order. One alone needs no task of its own."""
+        if len(mix) > 1:
+            return await asyncio.gather(*(self._calls[part](sample) for part in mix), return_exceptions=True)
+        try:
+            return [await self._calls[part](sample) for part in mix]
+        except Exception as error:  # the border to the user's code
+            return [error]
 
     def waits_for(self) -> list[str]:
         """The scores that are not there yet, in words. May be called from any thread."""

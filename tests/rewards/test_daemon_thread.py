@@ -1,0 +1,57 @@
+"""Threads for sync rewards: short calls follow one another on one, long ones hold nobody up."""
+
+import asyncio
+import threading
+
+import pytest
+
+from miles.rewards.daemon_thread import MOST_AT_ONCE, CallLate, DaemonThreads
+
+
+@pytest.fixture
+async def threads():
+    made = DaemonThreads()
+    yield made
+    made.close()
+
+
+async def test_short_calls_share_a_thread(threads):
+    names = await asyncio.gather(*(threads.run(threading.get_ident, limit=60) for _ in range(200)))
+    assert len(set(names)) <= 2, "a second one only where the first was held up"
+
+
+async def test_long_calls_run_side_by_side(threads):
+    barrier = threading.Barrier(MOST_AT_ONCE)  # passes when all are inside at once
+    places = await asyncio.gather(*(threads.run(barrier.wait, limit=60) for _ in range(MOST_AT_ONCE)))
+    assert sorted(places) == list(range(MOST_AT_ONCE))
+
+
+async def test_a_call_past_its_limit_is_left_behind_and_gives_its_place(threads):
+    end = threading.Event()
+    late = [threads.run(end.wait, limit=0.05) for _ in range(MOST_AT_ONCE)]
+    outcomes = await asyncio.gather(*late, threads.run(int, "3", limit=60), return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes[:-1]] == [CallLate] * MOST_AT_ONCE
+    assert outcomes[-1] == 3
+    end.set()
+    assert await threads.run(int, "4", limit=60) == 4
+
+
+async def test_a_cancelled_call_gives_its_place(threads):
+    begun, end = [threading.Event() for _ in range(MOST_AT_ONCE)], threading.Event()
+    tasks = [asyncio.ensure_future(threads.run(lambda mine=mine: mine.set() or end.wait(), limit=60)) for mine in begun]
+    for mine in begun:
+        assert await asyncio.to_thread(mine.wait, 60)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert await threads.run(int, "5", limit=60) == 5
+    end.set()
+
+
+async def test_errors_arrive_and_an_exit_ends_nothing(threads):
+    with pytest.raises(ZeroDivisionError):
+        await threads.run(lambda: 1 // 0, limit=60)
+    with pytest.raises(RuntimeError, match="called for an exit: SystemExit: 3"):
+        await threads.run(lambda: exit(3), limit=60)
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await threads.run(lambda: next(iter([])), limit=60)
