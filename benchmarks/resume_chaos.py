@@ -1,20 +1,21 @@
 """P8: runs that are killed, again and again, and resumed, against the run that never was.
 
     python benchmarks/resume_chaos.py --kills 200
+    python benchmarks/resume_chaos.py --kills 40 --modes ray
 
-Each trial starts a run of the tiny recipe in one process, kills it with SIGKILL, at a random moment or at a named point of
-`miles/fault_tolerance/kill_points.py`, gives the same command again until it ends, and compares with the run that was never killed: every
-tensor of the last checkpoint (weights, optimizer, random state), every metric but times, and what became of every group.
+Each trial starts a run of the tiny recipe, kills it with SIGKILL, at a random moment or at a named point of
+`miles/fault_tolerance/kill_points.py`, and gives the same command again until it ends. In one process everything dies at once; under Ray
+it is the driver alone, the executor, a trainer, an engine, or all of them. Where a mode promises it, every tensor of the last checkpoint
+(weights, optimizer, random state), every metric but times, and what became of every group are those of the run that was never killed. Else
+the books balance, every prompt was trained once in each epoch, and no token was older than --max-weight-staleness.
 """
 
 import argparse
 import json
-import os
 import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,85 +23,57 @@ import warnings
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
+from lives import ALL, DRIVER, ROOT, Nursery, Strike
 from torch.distributed.checkpoint import FileSystemReader
 
+from miles.fault_tolerance.kill_points import POINTS
 from miles.tracking import ledger
 
-ROOT = Path(__file__).parents[1]
 RECIPE = str(ROOT / "recipes" / "tiny" / "run.toml")
-ROLLOUTS = 5
-COMMON = ("--num-rollout", str(ROLLOUTS), "--save-interval", "1", "--eval-interval", "2", "--max-response-length", "8")
-MODES: dict[str, tuple[str, ...]] = {
-    "plain": (),
-    "publish every 3": ("--update-weights-interval", "3"),
-    "critic": ("--advantage-estimator", "ppo", "--use-tis"),
-    "fully async, on schedule": ("--fully-async", "--deterministic"),
-    "fully async, every 2": ("--fully-async", "--deterministic", "--update-weights-interval", "2", "--max-weight-staleness", "1"),
-    "filtered": ("--group-filter", "reward_spread", "--update-weights-interval", "2", "--save-interval", "2"),
+ROLLOUTS, EPOCHS, STALENESS = 5, 2, 1
+COMMON = ("--save-interval", "1", "--eval-interval", "2", "--max-response-length", "8")
+FIXED = (*COMMON, "--num-rollout", str(ROLLOUTS))
+
+
+class Mode(NamedTuple):
+    flags: tuple[str, ...] = ()
+    driver: str = "train_async.py"
+    exact: bool = True  # equal bit for bit
+    workers: tuple[str, ...] = ()  # under Ray, these; else in one process
+
+    def argv(self) -> list[str]:
+        place = ["--deterministic"] if self.workers and self.exact else [] if self.workers else ["--in-process"]
+        return [*FIXED, *place, *self.flags]
+
+
+SCHEDULED = ("--fully-async", "--deterministic")
+BY_EPOCH = (
+    *("--fully-async", "--num-epoch", str(EPOCHS), "--num-rollout", "6", "--rollout-batch-size", "16", "--n-samples-per-prompt", "2"),
+    *("--max-weight-staleness", str(STALENESS), "--max-concurrent-groups", "6"),
+)
+ONE = ("executor", "actor-0", "engine-0")
+TWO_TRAINERS, TWO_ENGINES = (*ONE, "actor-1"), (*ONE, "engine-1")
+MODES = {
+    "plain": Mode(),
+    "publish every 3": Mode(("--update-weights-interval", "3")),
+    "critic": Mode(("--advantage-estimator", "ppo")),
+    "fully async, on schedule": Mode(SCHEDULED),
+    "fully async, every 2": Mode((*SCHEDULED, "--update-weights-interval", "2", "--max-weight-staleness", "1")),
+    "filtered": Mode(("--group-filter", "reward_spread", "--update-weights-interval", "2", "--save-interval", "2")),
+    "synchronous": Mode(driver="train.py"),
+    "fully async": Mode(BY_EPOCH, exact=False),
+    "ray, plain": Mode(workers=ONE),
+    "ray, two trainers": Mode(("--num-trainers", "2"), workers=TWO_TRAINERS),
+    "ray, fully async, on schedule": Mode(SCHEDULED, workers=ONE),
+    "ray, synchronous": Mode(driver="train.py", workers=ONE),
+    "ray, fully async": Mode((*BY_EPOCH, "--num-engines", "2"), exact=False, workers=TWO_ENGINES),
 }
 TIMES = re.compile(r"^(perf/|time$)")
 MOST_LIVES = 6
-
-
-class Nursery:
-    """Starts runs as forks of one process that has imported everything: a run then takes a second instead of ten."""
-
-    def __init__(self) -> None:
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, str(Path(__file__)), "--nursery"]
-        self._process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def run(self, argv: list[str], log: Path, kill_after: float | None = None) -> int:
-        """The exit code of one run, -9 after a SIGKILL. `kill_after`: seconds after which it is killed from outside."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(json.dumps([argv, str(log)]), file=self._process.stdin, flush=True)
-        pid = int(self._process.stdout.readline())
-        if kill_after is not None:
-            time.sleep(kill_after)
-            os.kill(pid, signal.SIGKILL)
-        print("", file=self._process.stdin, flush=True)
-        return int(self._process.stdout.readline())
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(30)
-
-
-def serve() -> None:
-    """The nursery's own process: a line [argv, log] starts a run, an empty line asks for its exit code."""
-    import miles.engines.embedded.engine  # noqa: PLC0415
-    import miles.rollout.rollout_executor  # noqa: PLC0415
-    import miles.train.trainer  # noqa: F401, PLC0415
-    import train_async  # noqa: PLC0415
-
-    torch.set_num_threads(1)
-    for line in sys.stdin:
-        argv, log = json.loads(line)
-        pid = os.fork()
-        if pid == 0:
-            file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            os.dup2(file, 1)
-            os.dup2(file, 2)
-            os.setsid()
-            code = 0
-            try:
-                train_async.main(argv)
-            except SystemExit as end:
-                code = end.code if isinstance(end.code, int) else 1
-            except BaseException:
-                sys.excepthook(*sys.exc_info())
-                code = 1
-            sys.stderr.flush()
-            os._exit(code)
-        print(pid, flush=True)
-        sys.stdin.readline()
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 
 
 @dataclass
@@ -152,85 +125,115 @@ class Trial:
 class Chaos:
     """Trials against one reference run per mode."""
 
-    def __init__(self, root: Path, modes: dict[str, tuple[str, ...]] = MODES) -> None:
-        self.root, self.modes = root, modes
+    def __init__(self, root: Path) -> None:
+        self.root = root
         self.nursery = Nursery()
         self.whole: dict[str, tuple[Outcome, float]] = {}
 
     def argv(self, name: str, mode: str) -> list[str]:
-        flags = ["--config", RECIPE, "--run-root", str(self.root), "--name", name, "--console", "quiet", "--in-process"]
-        return [*flags, *COMMON, *self.modes[mode]]
+        return ["--config", RECIPE, "--run-root", str(self.root), "--name", name, "--console", "quiet", *MODES[mode].argv()]
 
     def reference(self, mode: str) -> tuple[Outcome, float]:
         """The outcome of the run that is never killed, and its seconds."""
         if mode not in self.whole:
-            name = f"whole-{list(self.modes).index(mode)}"
+            name = f"whole-{list(MODES).index(mode)}"
             started = time.monotonic()
-            code = self.nursery.run(self.argv(name, mode), self.root / f"{name}.log")
+            code, _ = self.nursery.run(MODES[mode].driver, self.argv(name, mode), self.root / name)
             assert code == 0, (self.root / f"{name}.log").read_text()
             self.whole[mode] = outcome(self.root / name), time.monotonic() - started
         return self.whole[mode]
 
-    def trial(self, name: str, mode: str, kills: list[str | float]) -> Trial:
-        """One run that is killed at each of `kills` in turn (a named point, or seconds after its start), then left alone."""
+    def trial(self, name: str, mode: str, kills: list[str | Strike]) -> Trial:
+        """One run that is killed at each of `kills` in turn (a named point, or from outside), then left alone."""
         whole, _ = self.reference(mode)
-        log, done, trained, repeated = self.root / f"{name}.log", [], -1, 0
+        folder, done, repeated, left = self.root / name, [], 0, []
         for life in range(MOST_LIVES):
             kill = kills[life] if life < len(kills) else None
             flags = ["--debug-kill", kill] if isinstance(kill, str) else []
-            code = self.nursery.run([*self.argv(name, mode), *flags], log, kill if isinstance(kill, float) else None)
+            strike = kill if isinstance(kill, Strike) else None
+            code, lived = self.nursery.run(MODES[mode].driver, [*self.argv(name, mode), *flags], folder, strike)
+            left += lived.left() if MODES[mode].workers else []
+            if code != 0 or lived.struck:
+                done.append(str(kill))
             if code == 0:
                 break
-            done.append(f"{kill:.2f} s" if isinstance(kill, float) else str(kill))
-            if code != -signal.SIGKILL:
-                return Trial(mode, done, life + 1, repeated, [f"exit code {code}: {log.read_text()[-2000:]}"])
-            trained, saved = self._progress(name)
-            repeated += trained - saved
-        found = outcome(self.root / name)
-        wrong = whole.differences(found)
+            # Who loses a worker ends in order, and names it.
+            if code != -signal.SIGKILL and not (code == 1 and MODES[mode].workers and kill is not None):
+                return Trial(mode, done, life + 1, repeated, [f"exit code {code}: {(self.root / f'{name}.log').read_text()[-2000:]}"])
+            repeated += lived.trained() - _saved(folder)
+        found = outcome(folder)
+        wrong = left + (whole.differences(found) if MODES[mode].exact else unsound(folder))
         if not wrong:
-            shutil.rmtree(self.root / name)
+            shutil.rmtree(folder)
         return Trial(mode, done, life + 1, repeated, wrong)
 
-    def _progress(self, name: str) -> tuple[int, int]:
-        """Last rollout trained, and last one saved."""
-        folder = self.root / name
-        lines = ledger.read(folder / "ledger.jsonl")
-        trained = max((line["rollout_id"] for line in lines if line["event"] == "trained"), default=-1)
-        saved = max((int(path.parent.name[-6:]) for path in (folder / "checkpoints").glob("rollout_*/COMPLETE")), default=-1)
-        return trained, saved
+
+def _saved(folder: Path) -> int:
+    """The last rollout saved."""
+    return max((int(path.parent.name[-6:]) for path in (folder / "checkpoints").glob("rollout_*/COMPLETE")), default=-1)
 
 
-def draw(rng: random.Random, points: list[str], seconds: float) -> list[str | float]:
-    """One to three kills: a random moment, or a named point."""
-    return [
-        rng.uniform(0.05, seconds) if rng.random() < 0.4 else f"{rng.choice(points)}@{rng.randrange(ROLLOUTS + 2)}"
-        for _ in range(rng.choice((1, 1, 2, 3)))
-    ]
+def unsound(folder: Path) -> list[str]:
+    """What is wrong with a finished run whose numbers depend on timing: lost or repeated prompts, open books, tokens that were too old."""
+    lines = list(ledger.read(folder / "ledger.jsonl"))
+    books, wrong = ledger.balance(lines), []
+    if not books.holds or books.open or books.ended["abandoned"]:
+        wrong.append(f"books: {books}; {books.faults}")
+    prompts = {line["group_index"]: (line["epoch"], line["prompt"]) for line in lines if line["event"] == "taken"}
+    trained = Counter(prompts[line["group_index"]] for line in lines if line["event"] == "trained")
+    rows = {prompt for _, prompt in prompts.values()}
+    if trained != Counter((epoch, row) for epoch in range(EPOCHS) for row in rows):
+        wrong.append(
+            f"not once per epoch: {[entry for entry in trained.items() if entry[1] > 1]}, {trained.total()} of {EPOCHS * len(rows)}"
+        )
+    oldest: dict[int, int] = {}
+    for line in lines:
+        if line["event"] == "finished":
+            oldest[line["group_index"]] = line["version"]
+        if line["event"] == "drained" and not 0 <= line["version"] - oldest[line["group_index"]] <= STALENESS:
+            wrong.append(f"too old: {line}, its oldest token {oldest[line['group_index']]}")
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    if [step["rollout_id"] for step in steps if "train/loss" in step] != list(range(len(trained) // 16)):
+        wrong.append("rollouts are not one after the other")
+    lags = [step[name] for step in steps for name in ("rollout/weight_lag_max", "train/weight_lag_max") if name in step]
+    if not 0 <= min(lags) <= max(lags) <= STALENESS:
+        wrong.append(f"lags {lags}")
+    return wrong
+
+
+def draw(rng: random.Random, points: list[str], seconds: float, workers: tuple[str, ...] = ()) -> list[str | Strike]:
+    """One to three kills: a random moment, or a named point. Under Ray also of one worker alone, or of everything."""
+    return [_strike(rng, seconds, workers) if rng.random() < 0.4 else _point(rng, points) for _ in range(rng.choice((1, 1, 2, 3)))]
+
+
+def _point(rng: random.Random, points: list[str]) -> str:
+    return f"{rng.choice(points)}@{rng.randrange(ROLLOUTS + 2)}"
+
+
+def _strike(rng: random.Random, seconds: float, workers: tuple[str, ...]) -> Strike:
+    if not workers:
+        return Strike(DRIVER, -1, rng.uniform(0.05, seconds))
+    return Strike(rng.choice((DRIVER, ALL, *workers)), rng.randrange(-1, ROLLOUTS - 1), rng.uniform(0.0, 2.0))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nursery", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
+    parser.add_argument("--modes", nargs="+", default=["in-process"], help=f"in-process, ray, or some of: {', '.join(MODES)}")
     parser.add_argument("--json", type=Path, help="write all figures here")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
     options = parser.parse_args()
-    if options.nursery:
-        serve()
-        return 0
-    from miles.fault_tolerance.kill_points import POINTS  # noqa: PLC0415
-
+    groups = {"in-process": [name for name in MODES if not MODES[name].workers], "ray": [name for name in MODES if MODES[name].workers]}
+    modes = [mode for name in options.modes for mode in groups.get(name, [name])]
     rng, started, trials = random.Random(options.seed), time.monotonic(), []
     root = Path(tempfile.mkdtemp(prefix="resume-chaos-"))
     chaos = Chaos(root)
     points = [point for point in POINTS if point != "critic_saved"]
     while sum(len(trial.kills) for trial in trials) < options.kills and time.monotonic() - started < options.seconds:
-        mode = options.modes[len(trials) % len(options.modes)]
+        mode = modes[len(trials) % len(modes)]
         seconds = chaos.reference(mode)[1]
-        trials.append(chaos.trial(f"trial-{len(trials)}", mode, draw(rng, points, seconds)))
+        trials.append(chaos.trial(f"trial-{len(trials)}", mode, draw(rng, points, seconds, MODES[mode].workers)))
         if trials[-1].wrong:
             print(f"WRONG: {trials[-1]} in {root}", flush=True)
     chaos.nursery.close()
@@ -241,8 +244,8 @@ def main() -> int:
 
 
 def report(trials: list[Trial], out: Path | None, seed: int) -> None:
-    kills = Counter(kill.partition("@")[0] if "@" in kill else "a random moment" for trial in trials for kill in trial.kills)
-    print("| mode | trials | kills | bitwise equal | rollouts trained again per kill |\n|---|---|---|---|---|")
+    kills = Counter(re.split("[@,]", kill)[0] for trial in trials for kill in trial.kills)
+    print("| mode | trials | kills | held | rollouts trained again per kill |\n|---|---|---|---|---|")
     for mode in dict.fromkeys(trial.mode for trial in trials):
         mine = [trial for trial in trials if trial.mode == mode]
         killed = sum(len(trial.kills) for trial in mine)

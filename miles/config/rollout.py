@@ -34,14 +34,17 @@ class RolloutSection(Section):
     """Stop with the counts once so many times the batch was filtered without filling one rollout."""
     max_weight_staleness: int = Field(2, ge=0)
     """Fully async: versions that the oldest token of a group may lag behind when it is drained."""
-    staleness_policy: Literal["retry", "drop"] = "retry"
-    """Fully async: what happens to a group that is too old: its prompt is started again, or dropped."""
+    staleness_policy: Literal["retry", "drop", "keep"] = "retry"
+    """Fully async, groups with tokens that are too old: start the prompt again, or drop it. keep: no rollout waits for a straggler; it
+    goes on across publishes, its tokens that got too old are left out of the loss, and the others are trained."""
+    mask_offpolicy_in_partial_rollout: bool = False
+    """Fully async: of a sample that several weight versions wrote, train the newest one's tokens only."""
     buffer_factor: float = Field(1.0, gt=0)
     """Fully async: finished groups that may wait, as a multiple of rollout_batch_size."""
     max_concurrent_groups: int | None = Field(None, ge=1)
     """Groups in flight at once; default: what the engines' slots hold."""
     sample_timeout: float = Field(600.0, gt=0)
-    """Seconds that generating and scoring one sample may take; past it the group is retried."""
+    """Seconds that generating and scoring one sample may take; past it the group is retried. Fully async it goes on from where it was."""
     group_retries: int = Field(2, ge=0)
     """Times that a failed group is started again before it is dropped, counted, and another prompt takes its place."""
     generate_timeout: float = Field(3600.0, gt=0)

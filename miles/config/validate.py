@@ -122,6 +122,8 @@ def lengths(args: RunConfig) -> Iterator[Problem]:
 def modes(args: RunConfig) -> Iterator[Problem]:
     if args.fully_async and args.pause_mode == "abort":
         yield wrong(args, "fully_async pause_mode", "every publish would cut off what is in flight; use retract or in_place")
+    if args.mask_offpolicy_in_partial_rollout and not args.fully_async:
+        yield wrong(args, "mask_offpolicy_in_partial_rollout", "only with --fully-async does a sample go on across a publish")
     if args.fully_async and args.colocate:
         yield wrong(args, "fully_async colocate", "on shared devices nothing can generate while the trainer works")
     if args.rollout_function == ("batch" if args.fully_async else "fully_async"):

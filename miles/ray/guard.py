@@ -174,9 +174,9 @@ def tell(kind: type[BaseException], error: BaseException, trace: TracebackType |
     """sys.excepthook of a run.
 
     An end that is no fault is one line, and has its own exit code. So is a ValueError that the house raised itself: it names
-    the flag, file or row that is wrong, and frames would only bury it; its exit code is 2. And so is the failure of a reward, whose
-    message holds the user's traceback. Any other fault of a worker ends with the worker's own traceback; the driver's frames, which only waited
-    for it, are left out. --log-level debug shows all of them.
+    the flag, file or row that is wrong, and frames would only bury it; its exit code is 2. And so is the failure of a reward,
+    whose message holds the user's traceback. Any other fault of a worker ends with the worker's own traceback; the driver's
+    frames, which only waited for it, are left out. --log-level debug shows all of them.
     """
     if isinstance(error, EndOfRun):
         print(f"miles: {error}", file=sys.stderr, flush=True)

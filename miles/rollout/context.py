@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,6 +19,10 @@ class RequestRouter(Protocol):
 
     async def generate(self, request: GenerateRequest, engine_index: int | None = None) -> Completion: ...
 
+    async def abort(self, request_ids: Iterable[str] | None = None) -> int:
+        """Cuts requests off: what there is of them is answered, finish_reason abort."""
+        ...
+
     async def ready(self) -> None:
         """Waits until there is an engine that could serve; raises once that takes too long."""
         ...
@@ -30,6 +34,9 @@ class NotConnected:
     """The router before there are engines."""
 
     async def generate(self, request: GenerateRequest, engine_index: int | None = None) -> Completion:
+        raise AssertionError("init(engines) comes first")
+
+    async def abort(self, request_ids: Iterable[str] | None = None) -> int:
         raise AssertionError("init(engines) comes first")
 
     async def ready(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from miles.config.run_config import RunConfig
@@ -38,6 +38,9 @@ class WatchedRouter:
             self._exchanges[int(group), int(attempt), int(place)].append((request, own))
         return completion
 
+    async def abort(self, request_ids: Iterable[str] | None = None) -> int:
+        return await self._router.abort(request_ids)
+
     async def ready(self) -> None:
         await self._router.ready()
 
@@ -59,7 +62,8 @@ def check_exchanges(groups: Sequence[PromptGroup], exchanges: dict[Key, list[Exc
     tokens = 0
     for group in groups:
         for place, sample in enumerate(group.samples):
-            own = exchanges.get((group.group_index, group.attempt, place), [])
+            # earlier attempts too: a straggler goes on with what they wrote
+            own = [one for attempt in range(group.attempt + 1) for one in exchanges.get((group.group_index, attempt, place), [])]
             for request, _ in own:
                 _check_sampling(request, sample, args)
             tokens += _check_tokens(sample, own)

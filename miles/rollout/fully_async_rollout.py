@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import floor
 
 from miles.config.run_config import RunConfig
+from miles.rollout.carried import Carried, going_on
 from miles.rollout.context import RolloutContext, used_up
+from miles.rollout.freshness import mask_older, oldest_trained
 from miles.rollout.group import OpenSeat, cut_off, renewed, run_group
 from miles.rollout.group_buffer import Finished, GroupBuffer
 from miles.rollout.pacing import Pacing
 from miles.rollout.state import FunctionState
-from miles.rollout.verdicts import GroupFailed
+from miles.rollout.verdicts import TIMING, GroupFailed
 from miles.types import PromptGroup, RolloutOutput
 
 logger = logging.getLogger(__name__)
@@ -25,7 +27,24 @@ class Flight:
     """A group in flight. Its place is given back when it ends, or when the full buffer has room for it."""
 
     group: PromptGroup
-    version: int  # the executor's when this attempt was started: no token of it can be older
+    version: int  # the executor's when its first token may have been written: none can be older
+    carried: list[Carried] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.carried = [Carried() for _ in self.group.samples]
+
+    @property
+    def kept(self) -> int:
+        """Tokens that the next attempt goes on with."""
+        return sum(one.tokens for one in self.carried)
+
+    def go_on(self, failure: GroupFailed, version: int) -> None:
+        """The next attempt: what depends on the machine alone does not cost what is written; a bad answer does."""
+        if failure.kind in TIMING and self.kept:
+            self.group = going_on(self.group, failure.done)
+        else:
+            self.group, self.version = renewed(self.group), version
+            self.carried = [Carried() for _ in self.group.samples]
 
 
 class FullyAsyncRollout:
@@ -61,7 +80,7 @@ class FullyAsyncRollout:
                 if self.failure is not None:
                     raise self.failure
                 self._refuse_stale(pacing)
-                batch = self.buffer.take_batch(pacing, (flight.version for flight in self.flights.values()))
+                batch = self.buffer.take_batch(pacing, self._awaited())
                 if batch is not None:
                     break
                 self.fill()
@@ -71,6 +90,10 @@ class FullyAsyncRollout:
         finally:
             self.getting = False
         return self._drained(rollout_id, batch, pacing)
+
+    def _awaited(self) -> list[int]:
+        """Start versions of the groups in flight that a rollout waits for when it is the last that may train them."""
+        return [] if self.args.staleness_policy == "keep" else [flight.version for flight in self.flights.values()]
 
     def set_weight_version(self, version: int) -> None:
         if self.pacing is not None:
@@ -132,12 +155,12 @@ class FullyAsyncRollout:
         while True:
             group = flight.group
             try:
-                await run_group(context, group, [self.seat] * len(group.samples), "t")
+                await run_group(context, group, [self.seat] * len(group.samples), "t", flight.carried)
             except GroupFailed as failure:
-                if not verdicts.retries(group, failure):
+                if not verdicts.retries(group, failure, flight.kept if failure.kind in TIMING else 0):
                     break
                 assert self.pacing is not None
-                flight.group, flight.version = renewed(group), self.pacing.version
+                flight.go_on(failure, self.pacing.version)
                 continue
             context.data.note_scored(group)
             if verdicts.passes(group):
@@ -172,13 +195,26 @@ class FullyAsyncRollout:
         return self.pacing
 
     def _refuse_stale(self, pacing: Pacing) -> None:
-        """Publishes came off schedule: what is too old by now is started again or dropped."""
+        """Publishes came off schedule, or nobody waited for a straggler: what is too old by now is started again, dropped or trimmed."""
+        trimmed = []
         for group, version in self.buffer.take_stale(pacing):
-            if self.context.verdicts.too_old(group, pacing.version - version):
+            lag = pacing.version - version
+            if self.args.staleness_policy == "keep":
+                masked = sum(mask_older(sample, pacing.version - pacing.max_staleness) for sample in group.samples)
+                oldest = oldest_trained(group)
+                if oldest is not None:
+                    self.context.verdicts.trimmed(group, lag, masked)
+                    trimmed.append(Finished(group, oldest))
+                    continue
+            if self.context.verdicts.too_old(group, lag):
                 self.context.data.give_back(group)
+        self.buffer.waiting[:0] = trimmed
 
     def _drained(self, rollout_id: int, batch: list[PromptGroup], pacing: Pacing) -> RolloutOutput:
         batch.sort(key=lambda group: group.group_index)
+        if self.args.mask_offpolicy_in_partial_rollout:
+            for sample in (sample for group in batch for sample in group.samples):
+                mask_older(sample, sample.newest_version)
         self.drained[rollout_id] = [group.group_index for group in batch]
         pacing.next_rollout += 1
         metrics = self.context.verdicts.settle() | {

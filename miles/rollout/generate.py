@@ -10,8 +10,9 @@ from typing import Any
 from miles.data.seeds import sample_seed
 from miles.plugins import load
 from miles.protocols import GenerateCall, GenerateFn
+from miles.rollout.carried import Carried, copy, is_finished, joined, shifted
 from miles.rollout.context import RolloutContext
-from miles.types import Completion, FinishReason, GenerateRequest, GroupTimes, Sample, SampleStatus, SamplingParams, VersionSpan
+from miles.types import Completion, FinishReason, GenerateRequest, GroupTimes, Sample, SampleStatus, SamplingParams
 
 BUILTIN = {"single_turn": "miles.rollout.generate.single_turn", "multi_turn": "miles.rollout.multi_turn.MultiTurn"}
 STATUS = {
@@ -51,15 +52,32 @@ class EngineCall:
     max_context: int
     send: Send
     times: GroupTimes = field(default_factory=GroupTimes)  # of its group
+    carried: Carried = field(default_factory=Carried)
 
     async def __call__(self, input_ids: list[int], *, turn: int = 0, max_new_tokens: int | None = None) -> Completion:
         room = max(self.max_context - len(input_ids), 1)  # an over-long prompt is for the engine to refuse
         limit = min(max_new_tokens or self.sampling.max_new_tokens, room)
-        sampling = replace(self.sampling, max_new_tokens=limit, seed=sample_seed(*self.seed_key, turn))
+        before = self.carried.so_far(turn, input_ids)
+        if before is not None and is_finished(before):
+            return copy(before)
+        written = [] if before is None else before.token_ids
+        sampling = replace(self.sampling, max_new_tokens=limit - len(written), seed=sample_seed(*self.seed_key, turn))
         # The dot ends the id: without it that of turn 1 were a prefix of turn 10's.
-        request = GenerateRequest(f"{self.name}.{turn}.", input_ids, sampling, affinity=self.name.rpartition(".")[0])
+        request = GenerateRequest(f"{self.name}.{turn}.", input_ids + written, sampling, affinity=self.name.rpartition(".")[0])
+        completion = joined(before, await self._answer(request))
+        check_completion(completion)
+        if is_finished(completion) or not self.sampling.stop:  # a stop string may lie across the cut, and no engine would see it
+            self.carried.note(turn, input_ids, completion)
+        if not is_finished(completion):
+            raise EngineFailed(f"the request was aborted after {len(completion.token_ids)} tokens")
+        self.times.engine = completion.engine
+        return completion
+
+    async def _answer(self, request: GenerateRequest) -> Completion:
+        self.carried.asking = request.request_id
+        self.carried.answered.clear()
         try:
-            completion = await self.send(request)
+            return await self.send(request)
         except asyncio.CancelledError:
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise
@@ -68,11 +86,9 @@ class EngineCall:
             raise PromptRefused(f"{type(error).__name__}: {error}") from error
         except (OSError, RuntimeError) as error:
             raise EngineFailed(f"{type(error).__name__}: {error}") from error
-        if completion.finish_reason is FinishReason.ABORT:
-            raise EngineFailed(f"the request was aborted after {len(completion.token_ids)} tokens")
-        check_completion(completion)
-        self.times.engine = completion.engine
-        return completion
+        finally:
+            self.carried.asking = ""
+            self.carried.answered.set()
 
 
 def check_completion(completion: Completion) -> None:
@@ -96,14 +112,10 @@ def append_completion(sample: Sample, completion: Completion) -> None:
     sample.response_ids += completion.token_ids
     sample.loss_mask += [1] * len(completion.token_ids)
     sample.rollout_logprobs += completion.logprobs
-    sample.version_spans += _shifted(completion.version_spans, start)
-    sample.cache_spans += _shifted(completion.cache_spans, start)
+    sample.version_spans += shifted(completion.version_spans, start)
+    sample.cache_spans += shifted(completion.cache_spans, start)
     sample.cached_tokens += completion.cached_tokens
     sample.stale_cache_tokens += completion.stale_cache_tokens
-
-
-def _shifted(spans: list[VersionSpan], by: int) -> list[VersionSpan]:
-    return [VersionSpan(span[0] + by, span[1] + by, span[2]) for span in spans] if by else spans
 
 
 def append_environment(sample: Sample, token_ids: list[int]) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from miles.fault_tolerance.kill_points import reached
 from miles.rewards.reward import GroupRewardError
+from miles.rollout.carried import Carried, going_on, hand_over, is_open
 from miles.rollout.context import RequestRouter, RolloutContext
 from miles.rollout.generate import EngineCall, EngineFailed, PromptRefused, response_text
 from miles.rollout.verdicts import GroupFailed
@@ -47,8 +48,13 @@ class OpenSeat:
         pass
 
 
-async def run_group(context: RolloutContext, group: PromptGroup, seats: Sequence[Seat], name: str) -> None:
-    """Fill and score every sample of `group`. `name` is the namespace of its requests.
+async def run_group(
+    context: RolloutContext, group: PromptGroup, seats: Sequence[Seat], name: str, carried: Sequence[Carried] | None = None
+) -> None:
+    """Fill and score every sample of `group` that is not done yet. `name` is the namespace of its requests.
+
+    Args:
+        carried: for each sample, what earlier attempts left, and where this one leaves its tokens if its time is over. None: they go.
 
     Raises:
         GroupFailed: the engine refused or failed, a limit passed, or the scorer asks for another attempt. Open seats: the
@@ -56,25 +62,30 @@ async def run_group(context: RolloutContext, group: PromptGroup, seats: Sequence
             the moment of a cut would decide what is computed beside what.
         Exception: anything else is a fault of the run (a bug in a user's function, a failing reward) and ends it.
     """
-    stages = [GENERATING] * len(group.samples)
+    stages = [GENERATING if is_open(sample) else DONE for sample in group.samples]
+    kept = carried or [Carried() for _ in group.samples]
+    running = [place for place, stage in enumerate(stages) if stage is not DONE]
     siblings = [
-        run_sample(context, sample, seat, _call(context, group, place, seat, name), stages)
-        for place, (sample, seat) in enumerate(zip(group.samples, seats, strict=True))
+        run_sample(context, group.samples[place], seats[place], _call(context, group, place, seats[place], kept[place], name=name), stages)
+        for place in running
     ]
     group.times.started = group.times.started or time.time()
     in_wave = not isinstance(seats[0], OpenSeat)
     limit = context.group_limit
+    at_limit = partial(hand_over, context.router, kept) if carried is not None else None
     try:
-        await side_by_side(siblings, (PromptRefused, EngineFailed, GroupRewardError) if in_wave else (), limit)
+        await side_by_side(siblings, (PromptRefused, EngineFailed, GroupRewardError) if in_wave else (), limit, at_limit)
     except LimitPassed as error:
-        late = ", ".join(f"{group.samples[place].sample_index} {stages[place]}" for place in error.unfinished)
+        late = ", ".join(f"{group.samples[running[place]].sample_index} {stages[running[place]]}" for place in error.unfinished)
+        done = [place for place, stage in enumerate(stages) if stage is DONE]
         raise GroupFailed(
-            group.group_index, "timeout", f"not done within --sample-timeout {limit:g} s: sample {late}", again=True
+            group.group_index, "timeout", f"not done within --sample-timeout {limit:g} s: sample {late}", again=True, done=done
         ) from None
     except PromptRefused as error:
         raise GroupFailed(group.group_index, "refused", str(error), again=False) from error
     except EngineFailed as error:
-        raise GroupFailed(group.group_index, "engine", str(error), again=True) from error
+        done = [place for place, stage in enumerate(stages) if stage is DONE]
+        raise GroupFailed(group.group_index, "engine", str(error), again=True, done=done) from error
     except GroupRewardError as error:
         raise GroupFailed(group.group_index, "reward", str(error), again=True) from error
 
@@ -120,11 +131,14 @@ class LimitPassed(Exception):
 
 
 async def side_by_side(
-    work: Sequence[Coroutine[Any, Any, None]], tolerated: tuple[type[BaseException], ...] = (), limit: float | None = None
+    work: Sequence[Coroutine[Any, Any, None]],
+    tolerated: tuple[type[BaseException], ...] = (),
+    limit: float | None = None,
+    at_limit: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
     """Run all and raise the first failure by place. A failure cuts off the rest at once, a tolerated one lets them finish.
 
-    Nothing runs on when this returns or is cancelled. Raises LimitPassed after `limit` seconds.
+    Nothing runs on when this returns or is cancelled. Raises LimitPassed after `limit` seconds, when `at_limit` has been awaited.
     """
     tasks = [asyncio.ensure_future(item) for item in work]
     waiting: set[asyncio.Future[None]] = set(tasks)
@@ -137,13 +151,19 @@ async def side_by_side(
             if any((error := task.exception()) is not None and not isinstance(error, tolerated) for task in done):
                 break
             if not done:
-                raise LimitPassed([place for place, task in enumerate(tasks) if not task.done()])
+                late = [place for place, task in enumerate(tasks) if not task.done()]
+                if at_limit is not None:
+                    await at_limit()
+                raise LimitPassed(late)
         failures = [error for task in tasks if task.done() and (error := task.exception()) is not None]
         if failures:
             raise next((error for error in failures if not isinstance(error, tolerated)), failures[0])
     finally:
         if waiting:
             await cut_off(tasks)
+        for task in tasks:
+            if task.done() and not task.cancelled():
+                task.exception()  # looked at: what failed while all were cut off is nobody's news
 
 
 async def cut_off(tasks: Sequence[asyncio.Future[Any]]) -> None:
@@ -157,23 +177,10 @@ async def cut_off(tasks: Sequence[asyncio.Future[Any]]) -> None:
 
 def renewed(group: PromptGroup) -> PromptGroup:
     """The same draw, empty, for its next attempt."""
-    return replace(group, attempt=group.attempt + 1, samples=[_empty(sample) for sample in group.samples])
+    return going_on(group, ())
 
 
-def _empty(sample: Sample) -> Sample:
-    return Sample(
-        sample_index=sample.sample_index,
-        group_index=sample.group_index,
-        prompt=sample.prompt,
-        prompt_ids=sample.prompt_ids,
-        label=sample.label,
-        metadata=sample.metadata,
-        tools=sample.tools,
-        data_set=sample.data_set,
-    )
-
-
-def _call(context: RolloutContext, group: PromptGroup, place: int, seat: Seat, name: str) -> EngineCall:
+def _call(context: RolloutContext, group: PromptGroup, place: int, seat: Seat, carried: Carried, *, name: str) -> EngineCall:
     return EngineCall(
         name=f"{name}-g{group.group_index}.{group.attempt}.{place}",
         place=place,
@@ -182,4 +189,5 @@ def _call(context: RolloutContext, group: PromptGroup, place: int, seat: Seat, n
         max_context=context.args.engine_max_context,
         send=seat.send,
         times=group.times,
+        carried=carried,
     )

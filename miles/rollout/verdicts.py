@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from miles.config.run_config import RunConfig
@@ -19,13 +20,17 @@ TIMING = ("timeout", "engine")
 
 
 class GroupFailed(Exception):
-    """A group's attempt came to nothing. `again` says whether another attempt may help; `kind` is what is counted."""
+    """A group's attempt came to nothing. `again` says whether another attempt may help; `kind` is what is counted.
 
-    def __init__(self, group_index: int, kind: str, reason: str, again: bool):
+    `done` are the places of samples that are generated and scored all the same.
+    """
+
+    def __init__(self, group_index: int, kind: str, reason: str, again: bool, done: Sequence[int] = ()):
         super().__init__(f"group {group_index}: {reason}")
         self.kind = kind
         self.reason = reason
         self.again = again
+        self.done = done
 
 
 class Verdicts:
@@ -41,6 +46,8 @@ class Verdicts:
         self.scored = 0
         self.stale = 0
         self.lost_in_a_row = 0
+        self.carried = 0  # tokens that a next attempt went on with
+        self.too_old_tokens = 0  # left out of the loss
 
     def passes(self, group: PromptGroup) -> bool:
         """Asks the filter about a scored group. Raises RuntimeError, with the counts, at group_filter_limit."""
@@ -61,8 +68,8 @@ class Verdicts:
             )
         return False
 
-    def retries(self, group: PromptGroup, failure: GroupFailed) -> bool:
-        """Whether a failed group is started again; else it is dropped for good.
+    def retries(self, group: PromptGroup, failure: GroupFailed, kept: int = 0) -> bool:
+        """Whether a failed group is started again, or goes on with `kept` tokens; else it is dropped for good.
 
         Raises:
             RuntimeError: as many groups in a row as a rollout has were dropped, so nothing but failures comes; or, with
@@ -74,8 +81,9 @@ class Verdicts:
                 "--resume goes on from the last checkpoint"
             ) from failure
         if failure.again and group.attempt < self.args.group_retries:
-            self.ledger.note("retried", group.group_index, attempt=group.attempt, reason=failure.kind, detail=failure.reason)
+            self.ledger.note("retried", group.group_index, attempt=group.attempt, reason=failure.kind, detail=failure.reason, kept=kept)
             self.retried += 1
+            self.carried += kept
             return True
         self.drop(group, failure.kind, failure.reason)
         self.lost_in_a_row += 1
@@ -98,11 +106,16 @@ class Verdicts:
                 f"{self.stale} groups were too old (the last lags {lag} versions, --max-weight-staleness is {allowed}) without "
                 f"one rollout of {size} being filled: do all engines get new weights?"
             )
-        if self.args.staleness_policy == "retry":
+        if self.args.staleness_policy != "drop":
             self.ledger.note("returned", group.group_index, attempt=group.attempt, reason="stale", lag=lag)
             return True
         self.drop(group, "stale", f"its oldest token lags {lag} versions, --max-weight-staleness is {allowed}")
         return False
+
+    def trimmed(self, group: PromptGroup, lag: int, tokens: int) -> None:
+        """The oldest `tokens` of a group are not trained; it is, with the rest."""
+        self.ledger.note("trimmed", group.group_index, attempt=group.attempt, reason="stale", lag=lag, tokens=tokens)
+        self.too_old_tokens += tokens
 
     def drop(self, group: PromptGroup, kind: str, reason: str) -> None:
         self.ledger.note("dropped", group.group_index, prompt=group.prompt_index, attempt=group.attempt, reason=kind, detail=reason)
@@ -120,12 +133,15 @@ class Verdicts:
             "scored": self.scored,
             "stale": self.stale,
             "lost_in_a_row": self.lost_in_a_row,
+            "carried": self.carried,
+            "too_old_tokens": self.too_old_tokens,
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.filtered, self.dropped = Counter(state["filtered"]), Counter(state["dropped"])
         self.retried, self.scored, self.stale = state["retried"], state["scored"], state["stale"]
         self.lost_in_a_row = state["lost_in_a_row"]
+        self.carried, self.too_old_tokens = state["carried"], state["too_old_tokens"]
 
     def settle(self) -> dict[str, float]:
         """The metrics of the rollout that was just filled; counting starts anew."""
@@ -134,12 +150,14 @@ class Verdicts:
             "rollout/groups_dropped": float(self.dropped.total()),
             "rollout/groups_retried": float(self.retried),
             "rollout/groups_stale": float(self.stale),
+            "rollout/tokens_carried": float(self.carried),
+            "rollout/tokens_too_old": float(self.too_old_tokens),
         }
         metrics |= {f"rollout/groups_filtered/{reason}": float(count) for reason, count in sorted(self.filtered.items())}
         metrics |= {f"rollout/groups_dropped/{kind}": float(count) for kind, count in sorted(self.dropped.items())}
         self.filtered.clear()
         self.dropped.clear()
-        self.retried = self.scored = self.stale = 0
+        self.retried = self.scored = self.stale = self.carried = self.too_old_tokens = 0
         return metrics
 
 

@@ -24,6 +24,15 @@ async def by_place(sample: Sample) -> float:
     return float(sample.sample_index % 2)
 
 
+scored: list[int] = []
+
+
+async def counted(sample: Sample) -> float:
+    """Notes whom it scores."""
+    scored.append(sample.sample_index)
+    return float(sample.sample_index % 2)
+
+
 async def by_label(sample: Sample) -> float | None:
     """What the label says: a list gives each sibling its own reward."""
     return sample.label[sample.sample_index % len(sample.label)] if isinstance(sample.label, list) else sample.label

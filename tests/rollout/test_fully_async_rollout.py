@@ -174,10 +174,20 @@ async def test_engines_without_new_weights_end_the_run_instead_of_retrying_for_e
     rollouts=st.integers(1, 5),
     places=st.integers(1, 6),
     trouble=st.sampled_from([0.0, 0.15]),
+    policy=st.sampled_from(["retry", "keep"]),
 )
 @pytest.mark.case("C63")
 def test_any_schedule_of_ends_failures_and_publishes(
-    make_args: MakeArgs, tmp_path: Path, *, seed: int, staleness: int, interval: int, rollouts: int, places: int, trouble: float
+    make_args: MakeArgs,
+    tmp_path: Path,
+    *,
+    seed: int,
+    staleness: int,
+    interval: int,
+    rollouts: int,
+    places: int,
+    trouble: float,
+    policy: str,
 ) -> None:
     """Through the executor: no trained token is too old, each draw ends once, the checkpoint names all that is untrained, slots return."""
     dice = random.Random(seed)
@@ -189,7 +199,7 @@ def test_any_schedule_of_ends_failures_and_publishes(
         engine = ScriptedEngine(answer, hold=True)
         args = make_args(
             fully_async=True, max_weight_staleness=staleness, update_weights_interval=interval, num_rollout=rollouts, rollout_batch_size=3,
-            max_concurrent_groups=places, name=f"run{next(RUNS)}",
+            max_concurrent_groups=places, staleness_policy=policy, name=f"run{next(RUNS)}",
         )  # fmt: skip
         executor = RolloutExecutor(args, DictStore())
         await executor.init([engine])
