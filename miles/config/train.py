@@ -32,5 +32,13 @@ class TrainSection(Section):
     """AdamW beta 2."""
     adam_eps: float = Field(1e-8, gt=0)
     """AdamW epsilon."""
+    lora_rank: int = Field(0, ge=0)
+    """Rank of low-rank adapters, which are trained instead of the model's own weights; 0 is off. See docs/training.md."""
+    lora_alpha: float = Field(32.0, gt=0)
+    """What an adapter adds is multiplied by lora_alpha / lora_rank."""
+    lora_dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout of an adapter's input in training passes. Deterministic, but the trained policy is then another than the engines'."""
+    lora_targets: list[str] = Field(default_factory=list)
+    """Linear layers of the blocks that get an adapter, by name (q_proj, mlp.up_proj); default: all."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients are scaled down to this norm."""

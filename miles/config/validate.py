@@ -8,6 +8,7 @@ from pathlib import Path
 from miles.config.algorithm_rules import algorithm
 from miles.config.checkpoint_files import COMPLETE, damage
 from miles.config.data_rules import rewards, training_data
+from miles.config.lora_rules import lora
 from miles.config.places import model_missing, newest_checkpoint, there, unwritable
 from miles.config.problem import Problem, wrong
 from miles.config.run_config import RunConfig
@@ -238,6 +239,7 @@ RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     batches,
     lengths,
     algorithm,
+    lora,
     modes,
     evaluation,
     training_data,

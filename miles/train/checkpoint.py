@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from miles.config.checkpoint_files import COMPLETE, FileSums, sums
+from miles.train.lora import Adapters, check_saved
 from miles.train.mesh import Ranks
 from miles.train.model import TrainedModel
 from miles.train.published import PublishedWeights
@@ -37,6 +38,7 @@ class Progress:
     step: int
     weight_version: int
     updates: int  # steps that changed the weights: those with a finite gradient
+    adapters: dict[str, Any] | None = None  # where adapters alone are trained: what they are (lora.Adapters)
     with_published: bool = False  # whether the last publish's weights, when they are not the model's, lie beside them
 
 
@@ -54,10 +56,11 @@ def newest_complete(load: str, role: str) -> Path:
 
 
 class Checkpointer:
-    """Writes at most one checkpoint at a time; an asynchronous save copies the state first, so training may go on."""
+    """Writes what is trained, at most one checkpoint at a time; an asynchronous save copies the state first, so training may go on."""
 
-    def __init__(self, model: TrainedModel, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
-        self.model, self.optimizer, self.ranks = model, optimizer, ranks
+    def __init__(self, model: TrainedModel, optimizer: torch.optim.Optimizer, ranks: Ranks, adapters: Adapters | None = None) -> None:
+        """`adapters`: what they are, where they alone are trained."""
+        self.model, self.optimizer, self.ranks, self.adapters = model, optimizer, ranks, adapters
         self._after = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._running: list[Future[FileSums]] = []
 
@@ -65,6 +68,7 @@ class Checkpointer:
         """Write into `directory`, after the save before is done. Every rank calls it. `published`: weights to save beside the model's."""
         self.wait()
         progress.with_published = published is not None
+        progress.adapters = None if self.adapters is None else asdict(self.adapters)
         if self.ranks.rank == 0:
             directory.mkdir(parents=True, exist_ok=True)
             (directory / PROGRESS).write_text(json.dumps(asdict(progress)))
@@ -83,7 +87,7 @@ class Checkpointer:
 
         def written() -> FileSums:
             write()
-            return sums(directory.parent, directory.glob("*")) if self.ranks.rank == 0 else {}
+            return sums(directory.parent, (path for path in directory.rglob("*") if path.is_file())) if self.ranks.rank == 0 else {}
 
         self._running.append(self._after.submit(written))
 
@@ -114,6 +118,7 @@ class Checkpointer:
     def load(self, directory: Path, published: PublishedWeights | None = None) -> Progress:
         """Restore model, optimizer and random state in place, and `published`: where the checkpoint has none, they are the model's."""
         progress = Progress(**json.loads((directory / PROGRESS).read_text()))
+        check_saved(progress.adapters, self.adapters, directory)
         own = published if progress.with_published else None
         state, group = self._state(with_moments=progress.updates > 0, published=own), self._group()
         dcp.load(state, checkpoint_id=directory, process_group=group, no_dist=group is None)
@@ -135,7 +140,7 @@ class Checkpointer:
         return self.ranks.saving
 
     def _named(self) -> dict[str, torch.nn.Parameter]:
-        return dict(self.model.named_parameters())
+        return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
 
     def _state(self, with_moments: bool, published: PublishedWeights | None) -> dict[str, Tensor]:
         """Flat names to the live tensors; moments that do not exist yet are made, to be read into."""

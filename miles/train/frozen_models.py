@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -10,7 +11,8 @@ import torch
 from miles.config.run_config import RunConfig
 from miles.data.tokenizer import load_tokenizer
 from miles.train import offload
-from miles.train.model import TrainedModel
+from miles.train.lora import adapters_off
+from miles.train.model import PolicyModel, TrainedModel
 from miles.train.random_model import resolve_checkpoint
 
 Part = Literal["reference", "teacher"]
@@ -23,6 +25,16 @@ class FrozenModels:
         """build(source, flag): a model of the actor's kind from a checkpoint."""
         self._args, self._build = args, build
         self.loaded: dict[Part, TrainedModel] = {}
+
+    @contextmanager
+    def reference(self, trained: TrainedModel) -> Iterator[TrainedModel]:
+        """The reference, for a while: the trained actor itself with its adapters off, where they were put on that very model."""
+        args = self._args
+        if args.lora_rank and isinstance(trained, PolicyModel) and args.ref_checkpoint in (None, args.hf_checkpoint):
+            with adapters_off(trained):
+                yield trained
+        else:
+            yield self.get("reference")
 
     def get(self, part: Part) -> TrainedModel:
         if part not in self.loaded:

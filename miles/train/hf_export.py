@@ -12,61 +12,73 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig
 
+from miles.train.adapter_export import gathered_adapters, write_adapter
+from miles.train.hf_weights import HFWeights
+from miles.train.lora import Adapters
 from miles.train.mesh import Ranks
 from miles.train.model import TrainedModel
-from miles.train.sharding import full, hf_tensors
+from miles.train.sharding import full
 
 logger = logging.getLogger(__name__)
 
 SHARD_BYTES = 4 << 30
 
 
-def export(model: TrainedModel, source: str, directory: Path, dtype: torch.dtype, ranks: Ranks) -> None:
-    """Write weights in `dtype`, config, and the tokenizer of `source` into `directory`. Every rank calls it, rank 0 writes.
+class Exporter:
+    """Writes a model's weights in `dtype`, its config, and the tokenizer of `source`. Every rank calls it, rank 0 writes.
 
-    The result loads with AutoModelForCausalLM.from_pretrained(directory).
+    The result loads with AutoModelForCausalLM.from_pretrained(directory). Where adapters are trained, the weights are base plus
+    adapter, and directory/adapter has the adapter by itself, which peft.PeftModel.from_pretrained puts on the base.
     """
-    if ranks.rank == 0:
-        _write(_gathered(model, dtype), model, source, directory, dtype)
-    else:
-        for _ in _gathered(model, dtype):
-            pass
-    ranks.barrier()
 
+    def __init__(self, model: TrainedModel, source: str, dtype: torch.dtype, ranks: Ranks, adapters: Adapters | None = None) -> None:
+        self.model, self.source, self.dtype, self.ranks, self.adapters = model, source, dtype, ranks, adapters
+        self._weights = HFWeights(model)
 
-def export_later(model: TrainedModel, source: str, directory: Path, dtype: torch.dtype, ranks: Ranks) -> Callable[[], None]:
-    """As `export`, of the weights as they are now: rank 0 copies them to host memory, and the function that is returned writes them.
+    def now(self, directory: Path) -> None:
+        tensors, own = self._gathered(), gathered_adapters(self._weights)
+        if self.ranks.rank == 0:
+            self._write(tensors, own, directory)
+        else:
+            for _ in tensors:
+                pass
+        self.ranks.barrier()
 
-    Every rank calls both; the function may be called in another thread, while training goes on.
-    """
-    kept = [(name, tensor.clone() if ranks.rank == 0 else None) for name, tensor in _gathered(model, dtype)]
+    def later(self, directory: Path) -> Callable[[], None]:
+        """Of the weights as they are now: rank 0 copies them to host memory, and the function that is returned writes them.
 
-    def write() -> None:
-        if ranks.rank == 0:
-            _write(((name, tensor) for name, tensor in kept if tensor is not None), model, source, directory, dtype)
-        kept.clear()
+        Every rank calls both; the function may be called in another thread, while training goes on.
+        """
+        kept = [(name, tensor.clone() if self.ranks.rank == 0 else None) for name, tensor in self._gathered()]
+        own = gathered_adapters(self._weights)
 
-    return write
+        def write() -> None:
+            if self.ranks.rank == 0:
+                self._write(((name, tensor) for name, tensor in kept if tensor is not None), own, directory)
+            kept.clear()
 
+        return write
 
-def _write(tensors: Iterable[tuple[str, Tensor]], model: TrainedModel, source: str, directory: Path, dtype: torch.dtype) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    for old in directory.glob("*.safetensors*"):
-        old.unlink()
-    writer = _ShardWriter(directory)
-    for name, tensor in tensors:
-        writer.add(name, tensor)
-    writer.finish()
-    _write_companions(model, source, directory, dtype)
+    def _gathered(self) -> Iterator[tuple[str, Tensor]]:
+        hf = self.model.hf
+        for name in self._weights.shapes:
+            yield name, full(self._weights.shard(name, self.dtype)).cpu()
+        persistent = hf.state_dict().keys() - {name for name, _ in hf.named_parameters(remove_duplicate=False)}
+        buffers = dict(hf.named_buffers())
+        for name in sorted(persistent):
+            yield name, buffers[name].detach().cpu()
 
-
-def _gathered(model: TrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    for name, parameter in hf_tensors(model):
-        yield name, full(parameter.detach()).to("cpu", dtype)
-    persistent = model.hf.state_dict().keys() - {name for name, _ in model.hf.named_parameters(remove_duplicate=False)}
-    buffers = dict(model.hf.named_buffers())
-    for name in sorted(persistent):
-        yield name, buffers[name].detach().cpu()
+    def _write(self, tensors: Iterable[tuple[str, Tensor]], own: dict[str, Tensor], directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        for old in directory.glob("*.safetensors*"):
+            old.unlink()
+        writer = _ShardWriter(directory)
+        for name, tensor in tensors:
+            writer.add(name, tensor)
+        writer.finish()
+        _write_companions(self.model, self.source, directory, self.dtype)
+        if self.adapters is not None:
+            write_adapter(directory / "adapter", own, self.adapters, self.model.hf)
 
 
 def _write_companions(model: TrainedModel, source: str, directory: Path, dtype: torch.dtype) -> None:

@@ -17,8 +17,8 @@ from miles.weights.loading import ONE_MODEL
 transformers_logging.disable_progress_bar()
 
 
-def load_causal_lm(path: str, args: ModelSection, setting: str = "--hf-checkpoint") -> PreTrainedModel:
-    """The float32 model at `path`, a directory or hub name, without dropout, on the CPU.
+def load_causal_lm(path: str, args: ModelSection, setting: str = "--hf-checkpoint", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The model at `path`, a directory or hub name, without dropout, on the CPU.
 
     Raises ValueError, naming the flag `setting`, for what cannot be loaded or not be trained exactly.
     """
@@ -32,7 +32,7 @@ def load_causal_lm(path: str, args: ModelSection, setting: str = "--hf-checkpoin
             model = AutoModelForCausalLM.from_pretrained(
                 path,
                 config=config,
-                dtype=torch.float32,
+                dtype=dtype,
                 attn_implementation=args.attn_implementation,
                 trust_remote_code=args.trust_remote_code,
             )
@@ -70,6 +70,11 @@ def hidden_size(hf: PreTrainedModel) -> int:
     return embeddings.embedding_dim
 
 
+def decoder_layers(hf: PreTrainedModel) -> nn.ModuleList:
+    """The outermost list of modules in the backbone."""
+    return next(module for module in hf.base_model.modules() if isinstance(module, nn.ModuleList))
+
+
 class TrainedModel(nn.Module):
     """What both roles have in common: the backbone up to the chosen states. FSDP wraps this module as its root."""
 
@@ -86,8 +91,7 @@ class TrainedModel(nn.Module):
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The decoder layers: the outermost list of modules in the backbone."""
-        return next(module for module in self.backbone.modules() if isinstance(module, nn.ModuleList))
+        return decoder_layers(self.hf)
 
     def hidden(self, batch: MicroBatch) -> Tensor:
         """[states, hidden size] the backbone's last hidden states where a next token is trained."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from miles.config.run_config import RunConfig
+from miles.train.hf_weights import HFWeights
 from miles.train.mesh import Ranks
 from miles.train.model import TrainedModel
-from miles.train.sharding import full, hf_tensors
+from miles.train.sharding import full
 from miles.types import PublishPlan
 from miles.weights.buckets import NamedShape
 from miles.weights.checksum import checksum, kind_for
@@ -22,18 +23,18 @@ class Publisher:
 
     def __init__(self, model: TrainedModel, args: RunConfig, dtype: torch.dtype, ranks: Ranks) -> None:
         self.model, self.ranks, self.dtype = model, ranks, dtype
-        self._parameters = dict(hf_tensors(model))
-        shapes: list[NamedShape] = [(name, dtype, tuple(parameter.shape)) for name, parameter in self._parameters.items()]
+        self._weights = HFWeights(model)
+        shapes: list[NamedShape] = [(name, dtype, shape) for name, shape in self._weights.shapes.items()]
         self._publisher = WeightPublisher(shapes, args, ranks.device)
         self._version: int | None = None
-        self._instead: Callable[[str], Tensor] | None = None
+        self._kept: dict[str, Tensor] | None = None
         # a copy of all weights is worth its memory from the second publish on: before the first training step nobody decodes,
         # and the memory that training needs is not taken yet
         self._stage, self._may_stage = False, args.stage_weights and not args.colocate
 
-    def plan(self, version: int, num_receivers: int, one_host: bool, instead: Callable[[str], Tensor] | None = None) -> PublishPlan:
-        """`instead`: Hugging Face name -> the weight to send, where it is not the model's current one."""
-        self._version, self._instead = version, instead
+    def plan(self, version: int, num_receivers: int, one_host: bool, kept: dict[str, Tensor] | None = None) -> PublishPlan:
+        """`kept`: parameters by Hugging Face name to send instead of the model's current ones."""
+        self._version, self._kept = version, kept
         if self.ranks.rank == 0:
             return self._publisher.plan(version, num_receivers=num_receivers, one_host=one_host, stage=self._stage)
         return PublishPlan(version, "", self._publisher.buckets, (), {}, "")
@@ -54,27 +55,26 @@ class Publisher:
 
     def _gather(self, names: list[str]) -> Iterator[tuple[str, Tensor]]:
         for name in names:
-            shard = self._instead(name) if self._instead is not None else self._parameters[name].detach()
             # shards travel in the type of the wire: half the bytes for bfloat16, and the same rounding
-            yield name, full(shard.to(self.dtype)).to(self.ranks.device)
+            yield name, full(self._weights.shard(name, self.dtype, self._kept)).to(self.ranks.device)
 
     def end(self) -> tuple[int, dict[str, str]]:
         """The version that was published, and rank 0's checksums."""
         assert self._version is not None, "no publish is open"
-        version, self._version, self._instead = self._version, None, None
+        version, self._version, self._kept = self._version, None, None
         checksums = self._publisher.checksums() if self.ranks.rank == 0 else {}
         self._publisher.close()
         self._stage = self._may_stage
         return version, checksums
 
     def abort(self) -> None:
-        self._version = self._instead = None
+        self._version = self._kept = None
         self._publisher.close()
 
     def checksum_all(self) -> dict[str, str]:
         kind = kind_for(self.ranks.device)
         sums = {}
-        for name, tensor in self._gather(list(self._parameters)):
+        for name, tensor in self._gather(list(self._weights.shapes)):
             if self.ranks.rank == 0:
                 sums[name] = checksum(tensor, kind)
         return sums

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -48,6 +46,8 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def hf_tensors(model: TrainedModel) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters by Hugging Face name, a tied one once, in a fixed order. Heads that Hugging Face does not know are left out."""
-    yield from model.hf.named_parameters()
+def sharded_like(example: Tensor, part: Tensor) -> Tensor:
+    """The tensor of which this rank has `part`, as it has `local(example)` of the example."""
+    if not isinstance(example, DTensor):
+        return part
+    return DTensor.from_local(part, example.device_mesh, example.placements, run_check=False, shape=example.shape, stride=example.stride())

@@ -11,16 +11,17 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from miles.config.checkpoint_files import FileSums
 from miles.config.run_config import RunConfig
 from miles.fault_tolerance.kill_points import reached
 from miles.protocols import ObjectStore
-from miles.train import forward, offload
+from miles.train import forward, lora, offload
 from miles.train.checkpoint import Checkpointer, Progress, newest_complete
 from miles.train.first_step import FirstStep
 from miles.train.frozen_models import FrozenModels
-from miles.train.hf_export import export, export_later
+from miles.train.hf_export import Exporter
 from miles.train.loss import Sums, actor_loss, add_sums, critic_loss
 from miles.train.mesh import Ranks, pick_device
 from miles.train.metrics import StepFacts, step_metrics
@@ -55,7 +56,7 @@ class Trainer:
         self.version = -1
         self.verified = args.load is not None
         self._again = False
-        self.frozen = FrozenModels(args, lambda source, setting: self._build(source, "actor", setting))
+        self.frozen = FrozenModels(args, lambda source, setting: self._build(load_causal_lm(source, args, setting), "actor"))
         self.published: PublishedWeights | None = None
         self._closing = ExitStack()
 
@@ -71,10 +72,12 @@ class Trainer:
         self.ranks.join(master_address, master_port, args.train_timeout, sharded)
         setting = "--critic-checkpoint" if self.role == "critic" and args.critic_checkpoint else "--hf-checkpoint"
         self.source = resolve_checkpoint((args.critic_checkpoint if self.role == "critic" else None) or args.hf_checkpoint, args.seed)
-        self.model = self._build(self.source, self.role, setting)
+        hf = load_causal_lm(self.source, args, setting, self.dtype if args.lora_rank else torch.float32)
+        adapters = lora.add_adapters(hf, args, args.seed, self.source) if args.lora_rank else None
+        self.model = self._build(hf, self.role)
         self.peak_lr = args.critic_lr if self.role == "critic" else args.lr
         self.optimizer = build_adamw(self.model, args, self.peak_lr)
-        self.checkpointer = Checkpointer(self.model, self.optimizer, self.ranks)
+        self.checkpointer = Checkpointer(self.model, self.optimizer, self.ranks, adapters)
         self._closing.callback(self.checkpointer.dispose)
         self.rule = PackingRule(
             max_tokens=args.max_tokens_per_micro_batch,
@@ -84,6 +87,7 @@ class Trainer:
         )
         self.publisher = Publisher(self.model, args, self.dtype, self.ranks)
         self._closing.callback(self.publisher.dispose)
+        self.exporter = Exporter(self.model, self.source, self.dtype, self.ranks, adapters)
         self.published = PublishedWeights(self.model) if keeps_published(args, self.role) else None
         restored = None
         if args.load is not None:
@@ -92,8 +96,7 @@ class Trainer:
             restored = progress.rollout_id
         return restored
 
-    def _build(self, source: str, role: Role, setting: str) -> TrainedModel:
-        hf = load_causal_lm(source, self.args, setting)
+    def _build(self, hf: PreTrainedModel, role: Role) -> TrainedModel:
         model = PolicyModel(hf, self.args.temperature) if role == "actor" else ValueModel(hf, self.args.seed)
         if self.ranks.mesh is not None:
             shard(model, self.ranks.mesh, self.dtype)
@@ -165,7 +168,8 @@ class Trainer:
         if with_reference or with_teacher or self.role == "critic":
             every = [self._pack(share, columns, step, everything=True) for step in range(share.num_steps)]
             if with_reference:
-                columns.ref_logprobs = self._evaluate(self.frozen.get("reference"), every, columns)
+                with self.frozen.reference(self.model) as reference:
+                    columns.ref_logprobs = self._evaluate(reference, every, columns)
             if with_teacher:
                 columns.teacher_logprobs = self._evaluate(self.frozen.get("teacher"), every, columns)
             if self.role == "critic":
@@ -212,6 +216,8 @@ class Trainer:
 
     def _optimizer_step(self, batches: list[MicroBatch], columns: TokenColumns) -> dict[str, float]:
         started = time.perf_counter()
+        if self.args.lora_dropout:  # the same masks however the run came here
+            torch.manual_seed((self.args.seed + self.step * self.ranks.world_size + self.ranks.rank) % 2**63)
         sums: Sums = {}
         for batch in batches:
             sums = add_sums(sums, self._backward(batch.to(self.device), columns))
@@ -258,7 +264,7 @@ class Trainer:
             one_host: whether all of them are on this host.
         """
         self._again = self.published is not None and version == self.version
-        return self.publisher.plan(version, num_receivers, one_host, self.published.hf if self.published and self._again else None)
+        return self.publisher.plan(version, num_receivers, one_host, self.published.hf() if self.published and self._again else None)
 
     def send_bucket(self, index: int) -> None:
         self.publisher.send_bucket(index)
@@ -292,7 +298,7 @@ class Trainer:
         self.checkpointer.save(Path(directory) / self.role, progress, force_sync, self.published if waits else None)
         if self.args.save_hf and self.role == "actor":
             folder = Path(directory) / "hf"
-            self.checkpointer.also(export_later(self.model, self.source, folder, self.dtype, self.ranks), folder)
+            self.checkpointer.also(self.exporter.later(folder), folder)
 
     async def wait_for_save(self) -> FileSums:
         """Until the last save is on disk; training may go on meanwhile. Returns the checksums of the files that this rank wrote."""
@@ -301,7 +307,7 @@ class Trainer:
     def export_hf(self, path: str) -> None:
         """A Hugging Face checkpoint of the actor's weights in --dtype."""
         assert self.role == "actor", "a critic has no Hugging Face form"
-        export(self.model, self.source, Path(path), self.dtype, self.ranks)
+        self.exporter.now(Path(path))
 
     # ---- memory
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from miles.train.trainer import Trainer
 from tests.train.rollouts import Store, make_shares, make_trainer, settings
-from tests.train.two_ranks import GRPO, PPO
+from tests.train.two_ranks import GRPO, LORA, PPO
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -43,7 +43,18 @@ def alone(tiny: str, folder: Path) -> dict[str, Any]:
     (folder / "from_one" / "COMPLETE").touch()
     trainer.version = 1  # the others have published by then
     after = train(trainer, store, range(2, 3))
-    return {"metrics": metrics, "weights": weights, "next": after, "weights_next": dict(trainer.model.named_parameters())}
+    adapters = one_rank(tiny, store, **LORA | {"num_trainers": 1})
+    steps = train(adapters, store, range(1))
+    adapters.save(0, str(folder / "lora_from_one"), force_sync=True)
+    (folder / "lora_from_one" / "COMPLETE").touch()
+    lora = {"metrics": steps + train(adapters, store, range(1, 2)), "weights": dict(adapters.model.named_parameters())}
+    return {
+        "lora": lora,
+        "metrics": metrics,
+        "weights": weights,
+        "next": after,
+        "weights_next": dict(trainer.model.named_parameters()),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +69,7 @@ def together(alone: dict[str, Any], tiny: str, folder: Path) -> dict[str, Any]:
         for rank in range(2)
     ]
     try:
-        errors = [process.communicate(timeout=150)[1] for process in processes]
+        errors = [process.communicate(timeout=240)[1] for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -145,3 +156,49 @@ def test_critic_and_actor_of_two_ranks_equal_those_of_one(together: dict[str, An
     close(dict(critic.model.named_parameters()), together["critic_weights"])
     close(dict(actor.model.named_parameters()), together["actor_weights"])
     assert first.metrics_per_step[0]["train/value_loss"] == pytest.approx(together["critic"][0]["train/value_loss"], rel=1e-4)
+
+
+def test_adapters_of_two_ranks_equal_those_of_one(together: dict[str, Any], alone: dict[str, Any]) -> None:
+    close(alone["lora"]["weights"], together["lora"]["weights"])
+    assert any(tensor.abs().max() > 1e-3 for name, tensor in together["lora"]["weights"].items() if name.endswith("lora_B"))
+    for mine, other in zip(alone["lora"]["metrics"], together["lora"]["metrics"], strict=True):
+        assert [m["train/loss"] for m in mine] == pytest.approx([m["train/loss"] for m in other], abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["lora", "lora_bf16"])
+def test_base_and_adapter_are_merged_shard_by_shard_and_arrive(together: dict[str, Any], kind: str) -> None:
+    """Nowhere more than two whole tensors at once: two_ranks.py asserts it on every rank."""
+    weights, found = together[kind]["weights"], together[kind]["publish"]
+    assert found["sent"] == found["received"] == found["checksums"]
+    merged = 0
+    for name, tensor in found["target"].items():
+        expected = weights[f"hf.{name}"].double()
+        layer = f"hf.{name.removesuffix('.weight')}"
+        if f"{layer}.lora_A" in weights:
+            expected = expected + 2.0 * weights[f"{layer}.lora_B"].double() @ weights[f"{layer}.lora_A"].double()
+            merged += 1
+        rounding = torch.finfo(tensor.dtype).eps * expected.abs() + 1e-6
+        assert ((tensor.double() - expected).abs() <= rounding).all(), name
+    assert merged == 7 * 4
+
+
+def test_the_base_is_held_in_the_compute_type_and_adapters_in_float32(together: dict[str, Any], alone: dict[str, Any]) -> None:
+    weights = together["lora_bf16"]["weights"]
+    assert {tensor.dtype for name, tensor in weights.items() if "lora" not in name} == {torch.bfloat16}
+    assert {tensor.dtype for name, tensor in weights.items() if "lora" in name} == {torch.float32}
+    first, other = together["lora_bf16"]["metrics"][0][0], alone["lora"]["metrics"][0][0]
+    assert first["train/grad_norm"] == pytest.approx(other["train/grad_norm"], rel=0.05)
+
+
+def test_two_ranks_go_on_with_adapters_that_one_wrote(together: dict[str, Any], tiny: str, store: Store) -> None:
+    whole = one_rank(tiny, store, **LORA | {"num_trainers": 1})
+    train(whole, store, range(1))
+    train(whole, store, range(1))
+    close(dict(whole.model.named_parameters()), together["lora_resumed"]["weights"])
+
+
+def test_export_of_sharded_adapters_is_merged(together: dict[str, Any], folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder / "lora_hf")
+    target = together["lora"]["publish"]["target"]
+    assert all(torch.equal(parameter, target[name]) for name, parameter in model.named_parameters())
+    assert (folder / "lora_hf" / "adapter" / "adapter_model.safetensors").exists()

@@ -258,7 +258,7 @@ def test_offload_and_onload_change_nothing(tiny: str, store: Store) -> None:
 def test_export_loads_with_transformers(tiny: str, store: Store, tmp_path: Path, dtype: str) -> None:
     trainer = make_trainer(settings(tiny), store)
     run(trainer, range(1))
-    trainer.dtype = getattr(torch, dtype)
+    trainer.dtype = trainer.exporter.dtype = getattr(torch, dtype)
     trainer.export_hf(str(tmp_path))
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert model.dtype == trainer.dtype

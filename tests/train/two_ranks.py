@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 from miles.algorithms.aggregation import token_weights
 from miles.train import publish
+from miles.train.lora import is_adapter
 from miles.train.mesh import Ranks
 from miles.train.optimizer import clip_gradients
 from miles.train.sharding import add_gradients, full
@@ -24,6 +25,7 @@ from tests.train.rollouts import Store, make_shares, settings
 
 CPU = torch.device("cpu")
 GRPO = {"num_trainers": 2, "global_batch_size": 8, "max_tokens_per_micro_batch": 40, "weight_bucket_mb": 1}
+LORA = GRPO | {"lora_rank": 3, "lora_alpha": 6.0}
 PPO = {
     "num_trainers": 2,
     "advantage_estimator": "ppo",
@@ -85,7 +87,7 @@ class Gathered:
 def published(trainer: Trainer) -> dict[str, Any]:
     """One publish into parameters of our own, beside which it is compared."""
     publish.full = gathered = Gathered()
-    target = {name: torch.zeros(p.shape) for name, p in trainer.model.hf.named_parameters()}
+    target = {name: torch.zeros(p.shape, dtype=trainer.dtype) for name, p in trainer.model.hf.named_parameters() if not is_adapter(name)}
     loader = WeightLoader(target)
     plan = trainer.plan_publish(1)
     if trainer.ranks.rank == 0:
@@ -109,6 +111,20 @@ def published(trainer: Trainer) -> dict[str, Any]:
         "buckets": len(plan.buckets),
         "checksums": trainer.weights_checksum(),
     }
+
+
+def adapters(ranks: Ranks, store: Store, folder: Path, model: str) -> dict[str, Any]:
+    """Low-rank adapters on a sharded base, in both types, resumed from what one rank saved."""
+    found: dict[str, Any] = {}
+    for name, changes in {"lora": {}, "lora_resumed": {"load": str(folder / "lora_from_one")}, "lora_bf16": {"dtype": "bfloat16"}}.items():
+        trainer = Trainer(settings(model, **(LORA | changes)), "actor", ranks.rank, 2, store)
+        trainer.ranks = ranks
+        trainer.init("", 0)
+        found[name] = {"metrics": [r.metrics_per_step for r in train(trainer, store, ranks.rank, range(2 if not changes else 1))]}
+        found[name] |= {"weights": weights(trainer), "publish": published(trainer)}
+        if not changes:
+            trainer.export_hf(str(folder / "lora_hf"))
+    return found
 
 
 def main(rank: int, port: int, folder: Path, model: str) -> None:
@@ -140,6 +156,8 @@ def main(rank: int, port: int, folder: Path, model: str) -> None:
     resumed.init("", 0)
     train(resumed, store, rank, range(2, 3))
     found["weights_resumed"] = weights(resumed)
+
+    found |= adapters(trainer.ranks, store, folder, model)
 
     args = settings(model, **PPO)
     critic = Trainer(args, "critic", rank, 2, store)
