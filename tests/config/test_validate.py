@@ -1,5 +1,6 @@
 """Ranges, combinations, arithmetic, files."""
 
+import json
 import math
 
 import pytest
@@ -233,3 +234,40 @@ def test_warnings_tell_what_is_probably_not_meant():
 
 def test_nan_is_not_finite():
     assert any("--lr" in text for text in validate(RunConfig.model_construct(**{**RunConfig().__dict__, "lr": math.nan})))
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--lora-alpha", "16"], "--lora-alpha 16.0: is of adapters, and without --lora-rank there are none"),
+        (["--lora-targets", "q_proj"], "--lora-targets ['q_proj']: is of adapters"),
+        (["--lora-rank", "-1"], "--lora-rank"),
+        (["--lora-rank", "8", "--lora-dropout", "1"], "--lora-dropout"),
+        (["--lora-rank", "8", "--lora-dropout", "0.1", "--verify-first-step"], "--lora-dropout 0.1, --verify-first-step: with dropout"),
+    ],
+)
+def test_settings_of_adapters(refusal, run, flags, said):
+    assert said in refusal(*flags)
+    assert run("--lora-rank", "8", "--lora-alpha", "16", "--lora-dropout", "0.1", "--lora-targets", "q_proj").lora_rank == 8
+
+
+@pytest.mark.parametrize(
+    ("saved", "expected"),
+    [
+        (None, (["--lora-rank", "4"], "it holds all weights of a model, not adapters; leave out --lora-rank")),
+        ({"rank": 4, "alpha": 8.0}, ([], "it holds adapters alone; go on with --lora-rank 4 --lora-alpha 8")),
+        (
+            {"rank": 4, "alpha": 8.0},
+            (["--lora-rank", "4"], "its adapters are --lora-rank 4 --lora-alpha 8, not --lora-rank 4 --lora-alpha 32"),
+        ),
+        ({"rank": 4, "alpha": 8.0}, (["--lora-rank", "4", "--lora-alpha", "8"], "")),
+    ],
+)
+def test_a_checkpoint_of_other_adapters_is_refused_before_anything_starts(run, refusal, tmp_path, saved, expected):
+    flags, said = expected
+    folder = tmp_path / "rollout_000000"
+    (folder / "actor").mkdir(parents=True)
+    (folder / "actor" / "progress.json").write_text(json.dumps({"rollout_id": 0, "adapters": saved}))
+    (folder / "COMPLETE").touch()
+    flags = ["--load", str(tmp_path), *flags]
+    assert said in refusal(*flags) if said else run(*flags).lora_rank == 4

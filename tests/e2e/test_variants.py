@@ -158,3 +158,17 @@ def test_snapshots_are_evaluated_beside_training(drive):
     points = [(line["rollout_id"], line["step"]) for line in run.lines if "eval/files" in line]
     assert sorted(points) == [(0, 0), (0, 1), (1, 2), (2, 3)]
     assert sorted(path.name for path in (run.folder / "eval_hf").iterdir()) == ["rollout_000001", "rollout_000002"]
+
+
+def test_adapters_learn_and_engines_have_what_is_trained(drive):
+    """On policy, so every step's difference of log-probs is rounding: merged in the engine, beside the base in the trainer."""
+    flags = ["--lora-rank", 8, "--lr", 1e-2, "--num-rollout", 12, "--n-samples-per-prompt", 8, "--kl-loss-coef", 1e-4]
+    run = drive("lora", *flags, "--colocate", "--offload-train", "--save-interval", 12, driver=train)
+    rewards = [reward for _, reward in run.series("rollout/reward")]
+    assert sum(rewards[-3:]) > 4 * sum(rewards[:3])
+    assert max(gap for _, gap in run.series("train/train_rollout_logprob_abs_diff")) < 2e-6
+    divergence = [kl for _, kl in run.series("train/kl")]
+    assert divergence[0] == 0.0
+    assert divergence[-1] > 0.05
+    assert any(name.endswith("lora_B") for name in run.weights())
+    assert not any(name.endswith("q_proj.weight") for name in run.weights())
