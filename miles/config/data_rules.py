@@ -21,6 +21,10 @@ def training_data(args: RunConfig) -> Iterator[Problem]:
             )
         if not there(path):
             yield Problem(("prompt_data",), f"--prompt-data {path}: no such file (looked from {Path.cwd()})")
+    for path in args.prompt_data.values():
+        if args.lazy_data and Path(path).suffix == ".json":
+            text = f"{path} can only be read whole; .jsonl, .parquet and saved datasets can be read row by row"
+            yield wrong(args, "lazy_data", text)
     if args.prompt_weights and set(args.prompt_weights) != set(args.prompt_data):
         yield wrong(args, "prompt_weights", f"wants one weight for each of {', '.join(args.prompt_data) or 'the sets of --prompt-data'}")
     if any(not (math.isfinite(weight) and weight > 0) for weight in args.prompt_weights.values()):

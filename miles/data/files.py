@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+from bisect import bisect_right
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
@@ -14,7 +17,13 @@ import pyarrow.parquet
 from miles.data.tokenizer import kind
 from miles.plugins import load
 
+logger = logging.getLogger(__name__)
+
 BATCH = 1024
+BATCH_BYTES = 1 << 21
+KEPT_BYTES = 1 << 28
+"""Row groups of a parquet file that stay in memory: the last used ones, together no larger than this."""
+LARGE_GROUP = 1 << 26
 
 
 class Found(NamedTuple):
@@ -83,14 +92,18 @@ class JsonLines:
         if self._file is None:
             self._file = self._path.open("rb")
         if _look(self._file) != self._seen:
-            raise ValueError(f"{self._path} has changed since it was checked at the start of the run")
+            raise _changed(self._path)
         self._file.seek(place)
         return _parsed(_bare(self._file.readline(), place))
 
 
-def _look(file: BinaryIO) -> tuple[int, int]:
-    seen = os.fstat(file.fileno())
+def _look(file: BinaryIO | Path) -> tuple[int, int]:
+    seen = file.stat() if isinstance(file, Path) else os.fstat(file.fileno())
     return seen.st_size, seen.st_mtime_ns
+
+
+def _changed(path: Path) -> ValueError:
+    return ValueError(f"{path} has changed since it was checked at the start of the run")
 
 
 def _bare(raw: bytes, place: int) -> bytes:
@@ -104,18 +117,14 @@ def _parsed(line: bytes) -> Any:
         return ValueError(f"not JSON: {error}")
 
 
-class _WholeFile:
-    """What can only be read from front to back."""
+class Json:
+    """A list of objects, which can only be read from front to back."""
 
     def __init__(self, path: Path):
         self._path = path
 
     def at(self, place: int) -> Any:
-        raise ValueError(f"--lazy-data: {self._path}: only .jsonl files and saved datasets can be read row by row")
-
-
-class Json(_WholeFile):
-    """A list of objects."""
+        raise ValueError(f"--lazy-data: {self._path}: a .json file cannot be read row by row; .jsonl, .parquet and saved datasets can")
 
     def __iter__(self) -> Iterator[Found]:
         try:
@@ -128,17 +137,72 @@ class Json(_WholeFile):
             yield Found(f"row {place + 1}", row, place)
 
 
-class Parquet(_WholeFile):
+class Parquet:
+    """Read row group by row group; of those that single rows were asked of, some stay in memory."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._seen: tuple[int, int] | None = None
+        self._open: tuple[pyarrow.parquet.ParquetFile, list[int]] | None = None  # and the first row of each group, and the end
+        self._kept: dict[int, pyarrow.Table] = {}  # the one used last stands last
+
     def __iter__(self) -> Iterator[Found]:
         place = 0
         try:
             with pyarrow.parquet.ParquetFile(self._path) as file:
-                for batch in file.iter_batches(BATCH):
-                    for row in batch.to_pylist():
+                self._seen = _look(self._path)
+                names = file.schema_arrow.names
+                if twice := {name for name in names if names.count(name) > 1}:
+                    raise ValueError(f"{self._path}: several columns are called {', '.join(sorted(twice))}")
+                size = sum(file.metadata.row_group(group).total_byte_size for group in range(file.num_row_groups))
+                for batch in file.iter_batches(min(BATCH, max(1, BATCH_BYTES * file.metadata.num_rows // max(1, size)))):
+                    for row in _values(batch):
                         yield Found(f"row {place + 1}", row, place)
                         place += 1
         except (pyarrow.ArrowException, OSError) as error:
             raise ValueError(f"{self._path}: not a readable parquet file (after row {place}): {error}") from error
+
+    def at(self, place: int) -> Any:
+        file, starts = self._open = self._open or self._opened()
+        if _look(self._path) != self._seen:
+            raise _changed(self._path)
+        group = bisect_right(starts, place) - 1
+        table = self._kept.pop(group, None)
+        if table is None:
+            try:
+                table = file.read_row_group(group)
+            except (pyarrow.ArrowException, OSError) as error:
+                raise ValueError(f"row group {group + 1} of {len(starts) - 1} cannot be read: {error}") from error
+        self._kept[group] = table
+        while len(self._kept) > 1 and sum(each.nbytes for each in self._kept.values()) > KEPT_BYTES:
+            del self._kept[next(iter(self._kept))]
+        return _values(table.slice(place - starts[group], 1))[0]
+
+    def _opened(self) -> tuple[pyarrow.parquet.ParquetFile, list[int]]:
+        file = pyarrow.parquet.ParquetFile(self._path)
+        groups = [file.metadata.row_group(group) for group in range(file.num_row_groups)]
+        if (largest := max((group.total_byte_size for group in groups), default=0)) > LARGE_GROUP:
+            text = "%s: --lazy-data reads a whole row group for a row, and the largest has %.0f MB; write the file with a smaller row_group_size"
+            logger.warning(text, self._path, largest / 1e6)
+        return file, [0, *accumulate(group.num_rows for group in groups)]
+
+
+def _values(batch: pyarrow.Table | pyarrow.RecordBatch) -> list[Any]:
+    """Its rows as tables; for one that holds what Python cannot, the exception that says so."""
+    try:
+        return list(batch.to_pylist())
+    except (ValueError, OverflowError, pyarrow.ArrowException):
+        return [_value(batch, row) for row in range(batch.num_rows)]
+
+
+def _value(batch: pyarrow.Table | pyarrow.RecordBatch, row: int) -> Any:
+    found = {}
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        try:
+            found[name] = column[row].as_py()
+        except (ValueError, OverflowError, pyarrow.ArrowException) as error:
+            return ValueError(f"field {name!r}: {error}")
+    return found
 
 
 class SavedDataset:

@@ -90,7 +90,7 @@ def test_a_bad_row_is_told_with_file_line_and_reason_or_skipped(tokenizers, tmp_
 def test_every_kind_of_file_tells_the_row_and_the_field(tokenizers, tmp_path, name, lazy):
     rows = [{"prompt": [{"role": role, "content": "x"}]} for role in ("user", "oracle", "user")]
     path = write(tmp_path / name, rows)
-    lazy = lazy and name in ("d.jsonl", "saved")
+    lazy = lazy and name != "d.json"
     with pytest.raises(BadRowError, match=rf"{name}, (line|row) 2: field 'prompt': message 1 has the role 'oracle'"):
         load_prompts(path, tokenizers(), DataSection(), lazy=lazy)
     read = load_prompts(path, tokenizers(), DataSection(skip_bad_rows=True), lazy=lazy)
@@ -105,6 +105,29 @@ def test_bytes_that_are_no_text_and_blank_lines_and_bom(tokenizers, tmp_path):
     with pytest.raises(BadRowError, match="line 4: not JSON: 'utf-8' codec"):
         load_prompts(str(path), tokenizers(), DataSection())
     assert [row.origin for row in load_prompts(str(path), tokenizers(), DataSection(skip_bad_rows=True)).rows] == ["line 1", "line 5"]
+
+
+@pytest.mark.case("C21")
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_parquet_value_that_is_no_text_is_told_by_row_and_field(tokenizers, tmp_path, lazy):
+    path = str(tmp_path / "d.parquet")
+    prompts = pyarrow.Array.from_buffers(pyarrow.utf8(), 3, [None, *pyarrow.array([b"a", b"\xff\xfe", b"c"]).buffers()[1:]])
+    pyarrow.parquet.write_table(pyarrow.table({"label": [1, 2, 3], "prompt": prompts}), path)
+    with pytest.raises(BadRowError, match=r"d\.parquet, row 2: field 'prompt': 'utf-8' codec"):
+        load_prompts(path, tokenizers(), DataSection(), lazy=lazy)
+    read = load_prompts(path, tokenizers(), DataSection(skip_bad_rows=True), lazy=lazy)
+    assert [row.label for row in read.rows] == [1, 3]
+
+
+def test_a_parquet_file_that_is_none_or_has_a_column_twice_is_told(tokenizers, tmp_path):
+    table = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["prompt", "prompt"])
+    pyarrow.parquet.write_table(table, tmp_path / "twice.parquet")
+    with pytest.raises(ValueError, match=r"twice\.parquet: several columns are called prompt"):
+        load_prompts(str(tmp_path / "twice.parquet"), tokenizers(), DataSection())
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a" * 100] * 10}), tmp_path / "d.parquet")
+    (tmp_path / "cut.parquet").write_bytes((tmp_path / "d.parquet").read_bytes()[:-20])
+    with pytest.raises(ValueError, match=r"cut\.parquet: not a readable parquet file"):
+        load_prompts(str(tmp_path / "cut.parquet"), tokenizers(), DataSection())
 
 
 @pytest.mark.case("C23")

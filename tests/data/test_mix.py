@@ -3,10 +3,15 @@ import logging
 import tracemalloc
 from collections import Counter
 
+import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from miles.config.cli import resolve
+from miles.config.data import DataSection
 from miles.config.validate import SettingsError
+from miles.data import files
 from miles.data.dataset import BadRowError, load_prompts
 from miles.data.mix import load_source
 from tests.data.test_dataset import write
@@ -71,6 +76,7 @@ def test_another_mix_than_the_checkpoint_had_is_told(tokenizers, two, caplog):
         (["--prompt-data", "x/easy.jsonl", "y/easy.jsonl"], "easy is given twice; write NAME=y/easy.jsonl"),
         (["--prompt-data", "y/easy.jsonl"], "easy is given twice"),
         (["--advantage-estimator", "sft", "--lazy-data"], "supervised training"),
+        (["--lazy-data"], r"--lazy-data: .*hard\.json can only be read whole"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(two, flags, reason):
@@ -124,7 +130,7 @@ def test_a_curriculum_by_pass_rate_orders_the_next_epoch_and_survives_a_resume(t
     assert [source.take().prompt_index for _ in range(6)] == [resumed.take().prompt_index for _ in range(6)]
 
 
-@pytest.mark.parametrize("name", ["d.jsonl", "saved"])
+@pytest.mark.parametrize("name", ["d.jsonl", "d.parquet", "saved"])
 def test_lazy_rows_are_the_rows(tokenizers, tmp_path, name):
     rows = [{"prompt": "x" * (i % 7 + 1), "label": i, "metadata": {"i": i}} for i in range(40)]
     path = write(tmp_path / name, rows)
@@ -139,6 +145,23 @@ def test_lazy_rows_are_the_rows(tokenizers, tmp_path, name):
     assert [row.label for row in lazy.rows[3:5]] == [row.label for row in held.rows[3:5]]
 
 
+def test_parquet_is_read_by_row_groups_of_which_only_some_are_kept(tokenizers, tmp_path, monkeypatch, caplog):
+    rows = [{"prompt": f"p{i}", "label": i} for i in range(50)]
+    path = str(tmp_path / "d.parquet")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=7)
+    lazy = load_prompts(path, tokenizers(), DataSection(), lazy=True).rows
+    order = np.random.default_rng(0).permutation(50)
+    assert [lazy[int(i)].label for i in order] == order.tolist()
+    assert len(lazy._file._kept) == 8
+    monkeypatch.setattr(files, "KEPT_BYTES", 300)
+    monkeypatch.setattr(files, "LARGE_GROUP", 10)
+    lazy = load_prompts(path, tokenizers(), DataSection(), lazy=True).rows
+    assert [lazy[i].label for i in (0, 49, 8, 1, 0)] == [0, 49, 8, 1, 0]
+    assert sum(table.nbytes for table in lazy._file._kept.values()) <= 300
+    assert len(lazy._file._kept) >= 1
+    assert "a smaller row_group_size" in caplog.text
+
+
 def test_lazy_data_takes_no_memory_for_its_rows(tokenizers, tmp_path):
     path = tmp_path / "big.jsonl"
     payload = "y" * 10_000
@@ -146,24 +169,38 @@ def test_lazy_data_takes_no_memory_for_its_rows(tokenizers, tmp_path):
         for i in range(4000):
             file.write(json.dumps({"prompt": f"p{i}", "label": i, "metadata": {"text": payload}}) + "\n")
     assert path.stat().st_size > 40e6
-    flags = ["--prompt-data", str(path), "--lazy-data"]
+    assert_little_memory(tokenizers, tmp_path, path, {"text": payload})
+
+
+def test_a_lazy_parquet_file_takes_no_memory_for_its_rows(tokenizers, tmp_path, monkeypatch):
+    path = tmp_path / "big.parquet"
+    payload = {"text": "y" * 10_000}
+    table = pyarrow.Table.from_pylist([{"prompt": f"p{i}", "label": i, "metadata": payload} for i in range(4000)])
+    pyarrow.parquet.write_table(table, path, row_group_size=100, use_dictionary=False, compression="none")
+    del table
+    assert path.stat().st_size > 40e6
+    monkeypatch.setattr(files, "KEPT_BYTES", 4 << 20)
+    before = pyarrow.total_allocated_bytes()
+    assert_little_memory(tokenizers, tmp_path, path, payload, lambda: pyarrow.total_allocated_bytes() - before)
+
+
+def assert_little_memory(tokenizers, tmp_path, path, metadata, beside=lambda: 0):
     made(tokenizers(), "--prompt-data", write(tmp_path / "small.jsonl", [{"prompt": "x"}]))  # what the first use loads
     tracemalloc.start()
-    source = made(tokenizers(), *flags)
-    assert all(source.take().samples[0].metadata["text"] == payload for _ in range(20))
+    source = made(tokenizers(), "--prompt-data", str(path), "--lazy-data")
+    assert all(source.take().samples[0].metadata == metadata for _ in range(20))
     held, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert held < 1e6
     assert peak < 20e6
+    assert beside() < 10e6
 
 
-def test_lazy_data_that_changes_under_the_run_or_has_no_lines_is_told(tokenizers, tmp_path):
-    path = write(tmp_path / "d.jsonl", [{"prompt": "abc"}, {"prompt": "def"}])
+@pytest.mark.parametrize("name", ["d.jsonl", "d.parquet"])
+def test_lazy_data_that_changes_under_the_run_is_told(tokenizers, tmp_path, name):
+    path = write(tmp_path / name, [{"prompt": "abc"}, {"prompt": "def"}])
     source = made(tokenizers(), "--prompt-data", path, "--lazy-data")
     source.take()
-    write(tmp_path / "d.jsonl", [{"prompt": "other"}] * 3)
-    with pytest.raises(BadRowError, match=r"d\.jsonl has changed since"):
+    write(tmp_path / name, [{"prompt": "other"}] * 3)
+    with pytest.raises(BadRowError, match=rf"{name} has changed since"):
         source.take()
-    whole = write(tmp_path / "d.parquet", [{"prompt": "abc"}])
-    with pytest.raises(ValueError, match=r"--lazy-data: .*only \.jsonl files and saved datasets"):
-        made(tokenizers(), "--prompt-data", whole, "--lazy-data")
