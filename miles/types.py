@@ -60,6 +60,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int = 0  # the same seed and weights give the same tokens, whatever else is in the batch
+    num_likeliest: int = 0  # also tell the log-probs of so many likeliest tokens at each place
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,14 @@ class GenerateRequest:
 
 
 @dataclass(slots=True)
+class Likeliest:
+    """The likeliest tokens at each place of a response, under the distribution that its token was drawn from."""
+
+    ids: np.ndarray  # int32 [tokens, num_likeliest]
+    logprobs: np.ndarray  # float32 [tokens, num_likeliest] 0.0 where the policy did not write
+
+
+@dataclass(slots=True)
 class Completion:
     """What an engine wrote. `token_ids` includes the stop token that ended it.
 
@@ -102,6 +111,7 @@ class Completion:
     stale_cache_tokens: int = 0  # tokens that read KV older than the weights that they were sampled with (pause mode in_place)
     cache_spans: list[VersionSpan] = field(default_factory=list)  # these tokens, and the oldest version in the cache that each read
     engine: int = -1  # index of the engine; the router notes it
+    likeliest: Likeliest | None = None  # where num_likeliest asks for it
 
 
 @dataclass(slots=True)
@@ -124,6 +134,7 @@ class Sample:
     loss_mask: list[int] = field(default_factory=list)  # [response tokens] 1: written by the policy, and trained
     rollout_logprobs: list[float] = field(default_factory=list)  # [response tokens] 0.0 where loss_mask is 0
     version_spans: list[VersionSpan] = field(default_factory=list)  # offsets into response_ids
+    likeliest: Likeliest | None = field(default=None, compare=False)  # aligned with response_ids; with score_centering
     response: str = ""  # response_ids decoded, special tokens left out
 
     status: SampleStatus = SampleStatus.PENDING
@@ -195,6 +206,7 @@ class RolloutData:
     rewards: np.ndarray  # float32 [samples] NaN: unscored
     group_indices: np.ndarray  # int64 [samples]
     sample_indices: np.ndarray  # int64 [samples]
+    likeliest: Likeliest | None = None  # rows for all tokens; with score_centering
 
     @property
     def num_samples(self) -> int:

@@ -58,6 +58,8 @@ class AlgorithmSection(Section):
     """Reject samples that have any token whose ratio is above this or below 1 / this."""
     staleness_decay: float = Field(1.0, gt=0, le=1)
     """A token's policy loss is multiplied by this once for every publish between its weights and the newest; 1 is off."""
+    score_centering: int = Field(0, ge=0)
+    """Centre each token's score under its sampler, of which the engines tell so many likeliest tokens at each place; 0 is off."""
     keep_old_actor: bool = False
     """Keep the weights of the last publish in the trainer and recompute the ratio's base with them."""
     gamma: float = Field(1.0, ge=0, le=1)

@@ -9,7 +9,7 @@ from miles.config.run_config import RunConfig
 logger = logging.getLogger(__name__)
 
 KL_IN_REWARD = ("ppo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
-CORRECTIONS = ("use_rollout_logprobs", "use_tis", "keep_old_actor")
+CORRECTIONS = ("use_rollout_logprobs", "use_tis", "keep_old_actor", "score_centering")
 
 
 def algorithm(args: RunConfig) -> Iterator[Problem]:
@@ -22,6 +22,8 @@ def algorithm(args: RunConfig) -> Iterator[Problem]:
         yield wrong(args, "num_critic_only_steps advantage_estimator", "there is no critic; ppo has one")
     yield from _teacher(args)
     yield from _masks(args)
+    if args.score_centering:
+        yield from _centering(args)
 
 
 def _teacher(args: RunConfig) -> Iterator[Problem]:
@@ -29,6 +31,21 @@ def _teacher(args: RunConfig) -> Iterator[Problem]:
         yield wrong(args, "advantage_estimator", "needs a --teacher-checkpoint")
     if args.teacher_checkpoint is not None and args.advantage_estimator in ("ppo", "sft"):
         yield wrong(args, "teacher_checkpoint advantage_estimator", "a critic's values know nothing of a teacher")
+
+
+def _centering(args: RunConfig) -> Iterator[Problem]:
+    """What it takes off is what the sampler expects of a token, so all that weighs the token must follow from it alone."""
+    if args.advantage_estimator == "sft":
+        yield wrong(args, "score_centering advantage_estimator", "nothing was sampled")
+    if args.policy_loss not in ("clipped", "cispo"):
+        yield wrong(args, "score_centering policy_loss", "is for clipped and cispo, whose gradient is a token's own score")
+    if args.use_rollout_logprobs:
+        yield wrong(args, "score_centering use_rollout_logprobs", "the policy ratio then corrects for the sampler; choose one")
+    levels = [name for name in ("tis_level", "mask_level") if args.__dict__[name] not in (None, "token")]
+    for name in levels if args.use_tis else [name for name in levels if name != "tis_level"]:
+        yield wrong(args, f"score_centering {name}", "composes with weights and masks of single tokens")
+    if args.mask_outlier is not None:
+        yield wrong(args, "score_centering mask_outlier", "composes with weights and masks of single tokens")
 
 
 def _masks(args: RunConfig) -> Iterator[Problem]:
@@ -66,7 +83,7 @@ def validate_async_off_policy_correction(args: RunConfig) -> None:
         raise ValueError(
             f"--advantage-estimator {args.advantage_estimator}: asynchronous samples lag up to {lag} rollout(s) behind the weights they"
             " train, and nothing corrects for it. Turn on one of --use-rollout-logprobs (the engines' log-probs are the base of the policy"
-            " ratio), --use-tis (truncated importance sampling), --keep-old-actor (the ratio's base is the last publish)"
+            " ratio), --use-tis (truncated importance sampling), --keep-old-actor (the ratio's base is the last publish), --score-centering"
         )
     if args.keep_old_actor and not args.use_tis and lag > 1:
         logger.warning(

@@ -28,7 +28,7 @@ class DataSection(Section):
     curriculum: str | None = None
     """Easiest first: a numeric field of the row or its metadata (low is easy), or pass_rate, the row's last mean reward (high is easy)."""
     lazy_data: bool = False
-    """Keep only each row's place in memory and read it again when it is drawn, for data larger than memory: .jsonl, .parquet, saved datasets."""
+    """Keep only each row's place in memory and read it when it is drawn: .jsonl, .parquet and saved datasets larger than memory."""
     prompt_key: str = "prompt"
     """Field with the prompt: a string, or a list of chat messages."""
     label_key: str = "label"

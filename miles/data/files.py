@@ -182,7 +182,7 @@ class Parquet:
         file = pyarrow.parquet.ParquetFile(self._path)
         groups = [file.metadata.row_group(group) for group in range(file.num_row_groups)]
         if (largest := max((group.total_byte_size for group in groups), default=0)) > LARGE_GROUP:
-            text = "%s: --lazy-data reads a whole row group for a row, and the largest has %.0f MB; write the file with a smaller row_group_size"
+            text = "%s: --lazy-data reads a whole row group for a row, and the largest has %.0f MB; write it with a smaller row_group_size"
             logger.warning(text, self._path, largest / 1e6)
         return file, [0, *accumulate(group.num_rows for group in groups)]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from miles.types import BatchColumns, PromptGroup, RolloutData, Sample, SampleStatus, TrainShare, VersionSpan
+from miles.types import BatchColumns, Likeliest, PromptGroup, RolloutData, Sample, SampleStatus, TrainShare, VersionSpan
 
 IMBALANCE_FOR_SIBLINGS = 1.05
 """A rank may get so many times the mean tokens to keep siblings, and so their shared prompt, together."""
@@ -50,6 +50,7 @@ def pack(groups: Sequence[PromptGroup]) -> RolloutData:
         rewards=np.array([np.nan if s.reward is None else s.reward for s in samples], np.float32),
         group_indices=np.array([s.group_index for s in samples], np.int64),
         sample_indices=np.array([s.sample_index for s in samples], np.int64),
+        likeliest=_likeliest(samples, in_response, total),
     )
     _check_columns(data)
     return data
@@ -65,6 +66,8 @@ def _check(sample: Sample) -> None:
         )
     if not sample.prompt_ids:
         raise ValueError(f"{name} has no prompt tokens")
+    if sample.likeliest is not None and (len(sample.likeliest.ids), len(sample.likeliest.logprobs)) != (tokens, tokens):
+        raise ValueError(f"{name}: {len(sample.likeliest.ids)} rows of likeliest tokens for {tokens} response ids")
     reached = 0
     for span in sample.version_spans:
         if not reached <= span.start <= span.end <= tokens:
@@ -167,6 +170,7 @@ def select(data: RolloutData, positions: np.ndarray) -> RolloutData:
         rewards=data.rewards[positions],
         group_indices=data.group_indices[positions],
         sample_indices=data.sample_indices[positions],
+        likeliest=None if data.likeliest is None else Likeliest(data.likeliest.ids[tokens], data.likeliest.logprobs[tokens]),
     )
 
 
@@ -186,6 +190,7 @@ def unpack_sample(data: RolloutData, place: int) -> Sample:
         loss_mask=data.loss_mask[cut:end].tolist(),
         rollout_logprobs=data.rollout_logprobs[cut:end].tolist(),
         version_spans=[VersionSpan(a, b, int(versions[a])) for a, b in pairwise(edges) if versions[a] >= 0],
+        likeliest=None if data.likeliest is None else Likeliest(data.likeliest.ids[cut:end], data.likeliest.logprobs[cut:end]),
         status=SampleStatus.COMPLETED,
         reward=None if np.isnan(reward) else reward,
     )
@@ -210,6 +215,20 @@ def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 def _flat(parts: Iterable[Sequence[Any]], total: int, dtype: Any) -> np.ndarray:
     return np.fromiter(chain.from_iterable(parts), dtype, count=total)
+
+
+def _likeliest(samples: Sequence[Sample], in_response: np.ndarray, total: int) -> Likeliest | None:
+    """Of all tokens, where the samples that have any tokens know theirs. Raises ValueError where only some do."""
+    known = [s for s in samples if s.likeliest is not None]
+    if not known:
+        return None
+    if lacking := [s for s in samples if s.response_ids and s.likeliest is None]:
+        raise ValueError(f"{_name(lacking[0].sample_index, lacking[0].group_index)} has no likeliest tokens, which others have")
+    width = known[0].likeliest.ids.shape[1]  # type: ignore[union-attr]
+    columns = Likeliest(np.zeros((total, width), np.int32), np.zeros((total, width), np.float32))
+    columns.ids[in_response] = np.concatenate([s.likeliest.ids for s in known])  # type: ignore[union-attr]
+    columns.logprobs[in_response] = np.concatenate([s.likeliest.logprobs for s in known])  # type: ignore[union-attr]
+    return columns
 
 
 def _versions(samples: Sequence[Sample], starts: np.ndarray, total: int) -> np.ndarray:

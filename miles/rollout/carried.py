@@ -13,7 +13,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from miles.types import Completion, FinishReason, PromptGroup, Sample, SampleStatus, VersionSpan
+import numpy as np
+
+from miles.types import Completion, FinishReason, Likeliest, PromptGroup, Sample, SampleStatus, VersionSpan
 
 HAND_OVER_SECONDS = 2.0
 """That engines get to give back what they have of a group whose time is over."""
@@ -65,7 +67,14 @@ def joined(first: Completion | None, rest: Completion) -> Completion:
         cache_spans=first.cache_spans + shifted(rest.cache_spans, start),
         cached_tokens=first.cached_tokens,
         stale_cache_tokens=first.stale_cache_tokens + rest.stale_cache_tokens,
+        likeliest=None if rest.likeliest is None else joined_likeliest(first.likeliest, rest.likeliest),
     )
+
+
+def joined_likeliest(first: Likeliest | None, rest: Likeliest) -> Likeliest:
+    if first is None:
+        return rest
+    return Likeliest(np.concatenate([first.ids, rest.ids]), np.concatenate([first.logprobs, rest.logprobs]))
 
 
 def shifted(spans: list[VersionSpan], by: int) -> list[VersionSpan]:

@@ -85,6 +85,7 @@ def train_sampling(args: RunConfig) -> SamplingParams:
         stop=tuple(args.stop),
         stop_token_ids=tuple(args.stop_token_ids),
         ignore_eos=args.ignore_eos,
+        num_likeliest=args.score_centering,
     )
 
 

@@ -7,12 +7,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from miles.data.seeds import sample_seed
 from miles.plugins import load
 from miles.protocols import GenerateCall, GenerateFn
-from miles.rollout.carried import Carried, copy, is_finished, joined, shifted
+from miles.rollout.carried import Carried, copy, is_finished, joined, joined_likeliest, shifted
 from miles.rollout.context import RolloutContext
-from miles.types import Completion, FinishReason, GenerateRequest, GroupTimes, Sample, SampleStatus, SamplingParams
+from miles.types import Completion, FinishReason, GenerateRequest, GroupTimes, Likeliest, Sample, SampleStatus, SamplingParams
 
 BUILTIN = {"single_turn": "miles.rollout.generate.single_turn", "multi_turn": "miles.rollout.multi_turn.MultiTurn"}
 STATUS = {
@@ -65,7 +67,7 @@ class EngineCall:
         # The dot ends the id: without it that of turn 1 were a prefix of turn 10's.
         request = GenerateRequest(f"{self.name}.{turn}.", input_ids + written, sampling, affinity=self.name.rpartition(".")[0])
         completion = joined(before, await self._answer(request))
-        check_completion(completion)
+        check_completion(completion, sampling.num_likeliest)
         if is_finished(completion) or not self.sampling.stop:  # a stop string may lie across the cut, and no engine would see it
             self.carried.note(turn, input_ids, completion)
         if not is_finished(completion):
@@ -91,9 +93,14 @@ class EngineCall:
             self.carried.answered.set()
 
 
-def check_completion(completion: Completion) -> None:
+def check_completion(completion: Completion, num_likeliest: int = 0) -> None:
     """One log-prob per token and versions that cover them all, or EngineFailed: never a shifted pairing."""
     tokens = len(completion.token_ids)
+    told = (0, 0) if completion.likeliest is None else completion.likeliest.logprobs.shape
+    if num_likeliest and told != (tokens, num_likeliest):
+        raise EngineFailed(
+            f"engine told {told} likeliest log-probs for {tokens} tokens of {completion.request_id}, not {num_likeliest} for each"
+        )
     if len(completion.logprobs) != tokens:
         raise EngineFailed(f"engine answered {tokens} tokens with {len(completion.logprobs)} log-probs for {completion.request_id}")
     end = 0
@@ -114,6 +121,8 @@ def append_completion(sample: Sample, completion: Completion) -> None:
     sample.rollout_logprobs += completion.logprobs
     sample.version_spans += shifted(completion.version_spans, start)
     sample.cache_spans += shifted(completion.cache_spans, start)
+    if completion.likeliest is not None:
+        sample.likeliest = joined_likeliest(sample.likeliest, completion.likeliest)
     sample.cached_tokens += completion.cached_tokens
     sample.stale_cache_tokens += completion.stale_cache_tokens
 
@@ -123,6 +132,9 @@ def append_environment(sample: Sample, token_ids: list[int]) -> None:
     sample.response_ids += token_ids
     sample.loss_mask += [0] * len(token_ids)
     sample.rollout_logprobs += [0.0] * len(token_ids)
+    if sample.likeliest is not None:
+        shape = (len(token_ids), sample.likeliest.ids.shape[1])
+        sample.likeliest = joined_likeliest(sample.likeliest, Likeliest(np.zeros(shape, np.int32), np.zeros(shape, np.float32)))
 
 
 def response_text(tokenizer: Any, token_ids: list[int]) -> str:

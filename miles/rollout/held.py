@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from miles.data.rollout_data import pack
-from miles.types import PromptGroup, Sample, SampleStatus, VersionSpan
+from miles.types import Likeliest, PromptGroup, Sample, SampleStatus, VersionSpan
 
 DrawAgain = Callable[[int, int], PromptGroup]
 
@@ -16,7 +16,8 @@ DrawAgain = Callable[[int, int], PromptGroup]
 def columns_of(groups: Sequence[PromptGroup]) -> dict[str, np.ndarray]:
     """The token columns of whole groups, by name. Log-probs are float32, as the trainer gets them."""
     data = pack(groups)
-    return {
+    told = {} if data.likeliest is None else {"likeliest_ids": data.likeliest.ids, "likeliest_logprobs": data.likeliest.logprobs}
+    return told | {
         "token_ids": data.token_ids,
         "loss_mask": data.loss_mask,
         "rollout_logprobs": data.rollout_logprobs,
@@ -77,6 +78,8 @@ def _fill(sample: Sample, stored: dict[str, Any], columns: dict[str, np.ndarray]
     sample.response_ids = columns["token_ids"][cut:end].tolist()
     sample.loss_mask = columns["loss_mask"][cut:end].tolist()
     sample.rollout_logprobs = columns["rollout_logprobs"][cut:end].tolist()
+    if "likeliest_ids" in columns:
+        sample.likeliest = Likeliest(columns["likeliest_ids"][cut:end], columns["likeliest_logprobs"][cut:end])
     sample.version_spans = [VersionSpan(*span) for span in stored["spans"]]
     sample.cache_spans = [VersionSpan(*span) for span in stored["cache_spans"]]
     sample.status = SampleStatus(stored["status"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,6 +18,20 @@ def run(model: TrainedModel, batch: MicroBatch) -> tuple[Tensor, Tensor]:
     by_edge, by_state = model(batch)
     state_of_token = batch.state_of.index_select(0, batch.edge_of)
     return by_edge.index_select(0, batch.edge_of), by_state.index_select(0, state_of_token)
+
+
+def run_with_likeliest(model: TrainedModel, batch: MicroBatch, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As `run`, and the log-probs of other tokens in the place of each trained one: ids int [trained tokens, n] -> float32 [same]."""
+    if not len(batch.tokens):
+        return *run(model, batch), torch.zeros(ids.shape, device=ids.device)
+    edges, count = len(batch.targets), ids.shape[1]
+    state_of_token = batch.state_of.index_select(0, batch.edge_of)
+    state_of, order = torch.cat([batch.state_of, state_of_token.repeat_interleave(count)]).sort(stable=True)
+    targets = torch.cat([batch.targets, ids.flatten().long()])[order]
+    by_edge, by_state = model(replace(batch, state_of=state_of, targets=targets))
+    in_order = torch.empty_like(by_edge).index_copy(0, order, by_edge)
+    own = in_order[:edges].index_select(0, batch.edge_of)
+    return own, by_state.index_select(0, state_of_token), in_order[edges:].view(-1, count)
 
 
 def equalize(batches: list[MicroBatch], ranks: Ranks, dense_mask: bool) -> list[MicroBatch]:

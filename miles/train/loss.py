@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from miles.algorithms.corrections import inside_band, ratios, staleness_weights, truncated_importance_weights, without_outliers
 from miles.algorithms.kl import kl
 from miles.algorithms.policy_loss import Report, cispo_policy_loss, clipped_policy_loss, gspo_policy_loss, sapo_policy_loss
+from miles.algorithms.score_centering import expected_score
 from miles.algorithms.segments import Segments
 from miles.algorithms.value_loss import clipped_value_loss
 from miles.config.algorithm import AlgorithmSection
@@ -21,18 +25,27 @@ LAGS = 9
 """Tokens are told apart by weight lag 0 .. 7, and 8 or more."""
 
 
-def actor_loss(logprobs: Tensor, entropy: Tensor, columns: TokenColumns, tokens: Tensor, args: AlgorithmSection) -> tuple[Tensor, Sums]:
+def actor_loss(
+    logprobs: Tensor,
+    entropy: Tensor,
+    columns: TokenColumns,
+    tokens: Tensor,
+    args: AlgorithmSection,
+    *,
+    likeliest: Tensor | None = None,
+) -> tuple[Tensor, Sums]:
     """Sum over the trained tokens of weight x (policy loss + kl_loss_coef x KL - entropy_coef x entropy).
 
     Args:
         logprobs, entropy: [trained tokens] with gradients, at `tokens`, places in the columns: whole samples.
+        likeliest: [trained tokens, likeliest] with gradients, of the sampler's likeliest tokens; with score_centering.
     """
     weights = columns.weights[tokens]
     sums: Sums = {"tokens": weights.new_tensor(len(tokens)), "entropy": entropy.detach().sum()}
     if args.advantage_estimator == "sft":
         policy = -logprobs * columns.advantages[tokens]
     else:
-        policy = _corrected_policy_loss(logprobs, columns, tokens, args, sums)
+        policy = _corrected_policy_loss(logprobs, columns, tokens, args, sums, likeliest=likeliest)
     loss = (weights * policy).sum()
     sums["policy_loss"] = loss.detach()
     if columns.ref_logprobs is not None:
@@ -46,7 +59,9 @@ def actor_loss(logprobs: Tensor, entropy: Tensor, columns: TokenColumns, tokens:
     return loss, sums
 
 
-def _corrected_policy_loss(logprobs: Tensor, columns: TokenColumns, tokens: Tensor, args: AlgorithmSection, sums: Sums) -> Tensor:
+def _corrected_policy_loss(
+    logprobs: Tensor, columns: TokenColumns, tokens: Tensor, args: AlgorithmSection, sums: Sums, *, likeliest: Tensor | None
+) -> Tensor:
     """[trained tokens], with corrections; writes what there is to know of ratios and weights into `sums`."""
     detached, rollout, lags = logprobs.detach(), columns.rollout_logprobs[tokens], columns.lags[tokens]
     samples = Segments.of(columns.sample_of[tokens])
@@ -74,12 +89,26 @@ def _corrected_policy_loss(logprobs: Tensor, columns: TokenColumns, tokens: Tens
         policy = torch.where(kept, policy, 0.0)
         told.by_lag("rejected", ~kept)
         told.share_of_samples("seq_rejected", ~samples.any(kept))
+    if likeliest is not None:
+        assert columns.likeliest_logprobs is not None
+        sampler = columns.likeliest_logprobs[tokens]
+        policy = policy + columns.advantages[tokens] * expected_score(likeliest, sampler, partial(_weight_of_ratio, args))
+        told.mean("sampler_head_mass", sampler.double().exp().sum(-1))
     if args.staleness_decay < 1:
         fresh = staleness_weights(lags, args.staleness_decay)
         policy = policy * fresh
         told.mean("staleness_weight", fresh)
     told.distance(detached, rollout)
     return policy
+
+
+def _weight_of_ratio(args: AlgorithmSection, ratio: Tensor) -> Tensor:
+    """What token-level corrections make of a token with this ratio."""
+    weights = ratio.clamp(max=args.tis_clip) if args.use_tis else torch.ones_like(ratio)
+    if args.mask_level is None:
+        return weights
+    low, high = args.mask_low, args.mask_high
+    return weights * ((ratio >= (low or 0.0)) & (ratio <= (math.inf if high is None else high)))
 
 
 def _policy_loss(logprobs: Tensor, old: Tensor, advantages: Tensor, samples: Segments, args: AlgorithmSection) -> tuple[Tensor, Report]:

@@ -23,7 +23,7 @@ from miles.algorithms.aggregation import step_totals, token_weights
 from miles.algorithms.kl import kl
 from miles.config.run_config import RunConfig
 from miles.train.mesh import Ranks
-from miles.types import TrainShare
+from miles.types import Likeliest, TrainShare
 
 WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
@@ -44,6 +44,8 @@ class TokenColumns:
     teacher_logprobs: Tensor | None = None
     old_values: Tensor | None = None
     returns: Tensor | None = None
+    likeliest_ids: Tensor | None = None  # int32 [own tokens, likeliest], with score_centering
+    likeliest_logprobs: Tensor | None = None  # of the sampler at these
 
 
 def token_columns(share: TrainShare, args: RunConfig, device: torch.device, version: int = -1) -> TokenColumns:
@@ -68,6 +70,16 @@ def token_columns(share: TrainShare, args: RunConfig, device: torch.device, vers
         lags=torch.from_numpy(lags).to(device),
     )
     columns.weights = _on_tokens(_sample_weights(share, args), columns)
+    if args.score_centering:
+        told = data.likeliest
+        if told is None and not trained.any():
+            told = Likeliest(*(np.zeros((len(trained), args.score_centering), kind) for kind in (np.int32, np.float32)))
+        if told is None:
+            raise ValueError(
+                "--score-centering: the samples do not tell the sampler's likeliest tokens; does --generate-function keep them?"
+            )
+        columns.likeliest_ids = torch.tensor(told.ids, device=device)
+        columns.likeliest_logprobs = torch.tensor(told.logprobs, device=device)
     return columns
 
 

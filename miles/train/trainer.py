@@ -244,11 +244,13 @@ class Trainer:
         return step_metrics(sums, facts, self.ranks)
 
     def _backward(self, batch: MicroBatch, columns: TokenColumns) -> Sums:
-        first, second = forward.run(self.model, batch)
         if self.role == "critic":
-            loss, sums = critic_loss(first, columns, batch.tokens, self.args)
+            loss, sums = critic_loss(forward.run(self.model, batch)[0], columns, batch.tokens, self.args)
+        elif columns.likeliest_ids is not None:
+            logprobs, entropy, likeliest = forward.run_with_likeliest(self.model, batch, columns.likeliest_ids[batch.tokens])
+            loss, sums = actor_loss(logprobs, entropy, columns, batch.tokens, self.args, likeliest=likeliest)
         else:
-            loss, sums = actor_loss(first, second, columns, batch.tokens, self.args)
+            loss, sums = actor_loss(*forward.run(self.model, batch), columns, batch.tokens, self.args)
         loss.backward()
         return sums
 

@@ -117,6 +117,13 @@ def test_greedy_evaluation_is_accepted(run):
         (["--dual-clip", "3", "--policy-loss", "sapo"], "--dual-clip 3.0, --policy-loss sapo: is for clipped and gspo"),
         (["--mask-outlier", "1"], "a ratio of 1 is no outlier"),
         (["--dual-clip", "1.1"], "must be above the upper clip, 1.2"),
+        (["--score-centering", "8", "--policy-loss", "gspo"], "--score-centering 8, --policy-loss gspo: is for clipped and cispo"),
+        (["--score-centering", "8", "--use-rollout-logprobs"], "choose one"),
+        (
+            ["--score-centering", "8", "--use-tis", "--tis-level", "sequence"],
+            "--tis-level sequence: composes with weights and masks of single",
+        ),
+        (["--score-centering", "8", "--mask-outlier", "2"], "--mask-outlier 2.0: composes with"),
         (["--no-in-process", "--colocate", "--fully-async"], "--fully-async, --colocate"),
     ],
 )
@@ -190,8 +197,8 @@ def test_an_async_run_must_choose_a_correction(run, estimator):
         validate_async_off_policy_correction(args)
     for part in ("--use-rollout-logprobs", "--use-tis", "--keep-old-actor", "up to 3 rollout", estimator):
         assert part in str(caught.value)
-    for correction in ("--use-rollout-logprobs", "--use-tis", "--keep-old-actor"):
-        validate_async_off_policy_correction(run("--advantage-estimator", estimator, correction))
+    for correction in (["--use-rollout-logprobs"], ["--use-tis"], ["--keep-old-actor"], ["--score-centering", "8"]):
+        validate_async_off_policy_correction(run("--advantage-estimator", estimator, *correction))
 
 
 def test_a_correction_that_does_not_reach_far_enough_warns_with_the_numbers(run, caplog):

@@ -102,6 +102,27 @@ async def test_logprobs_are_those_of_a_fresh_forward_pass(engine: Engine, models
         assert gap(models[0], request.input_ids, answer, sampling.get("temperature", 1.0) or 1.0) < 2e-5
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+async def test_the_likeliest_tokens_are_those_of_a_fresh_forward_pass(
+    engine: Engine, models: list[PreTrainedModel], temperature: float
+) -> None:
+    asked = [
+        ask(f"k{i}.{temperature}.", PROMPT[: 5 + i], new=20, seed=i, num_likeliest=6 * (i % 2), temperature=temperature) for i in range(4)
+    ]
+    for request, answer in zip(asked, await asyncio.gather(*map(engine.generate, asked)), strict=True):
+        if not request.sampling.num_likeliest:
+            assert answer.likeliest is None
+            continue
+        assert answer.likeliest is not None
+        with torch.no_grad():
+            logits = models[0](torch.tensor([request.input_ids + answer.token_ids])).logits[0, len(request.input_ids) - 1 : -1]
+        fresh = (logits.double() / temperature).log_softmax(-1)
+        values, _ = fresh.topk(6, -1)
+        assert answer.likeliest.logprobs.shape == (20, 6)
+        np.testing.assert_allclose(answer.likeliest.logprobs, values, atol=2e-5)
+        np.testing.assert_allclose(fresh.gather(-1, torch.tensor(answer.likeliest.ids, dtype=torch.long)), values, atol=2e-5)
+
+
 async def test_greedy_takes_the_likeliest(engine: Engine, models: list[PreTrainedModel]) -> None:
     answer = await engine.generate(ask("greedy.", new=20, temperature=0.0))
     with torch.no_grad():
@@ -184,6 +205,7 @@ BAD = {
     "top_p": ({}, {"top_p": 0.0}, "top_p"),
     "top_k": ({}, {"top_k": -1}, "top_k"),
     "min_p": ({}, {"min_p": 1.5}, "min_p"),
+    "likeliest": ({}, {"num_likeliest": 513}, "num_likeliest 513"),
     "no tokens": ({}, {"max_new_tokens": 0}, "max_new_tokens"),
     "empty stop": ({}, {"stop": ("",)}, "stop string"),
 }

@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from miles.types import Completion, EngineHealth, FinishReason, GenerateRequest, PauseMode, PublishPlan, VersionSpan
+import numpy as np
+
+from miles.types import Completion, EngineHealth, FinishReason, GenerateRequest, Likeliest, PauseMode, PublishPlan, VersionSpan
 
 EOS = 2
 Answer = Callable[[GenerateRequest], Completion | Exception | None]
@@ -20,7 +22,16 @@ def by_seed(request: GenerateRequest, version: int = 0) -> Completion:
 
 
 def complete(request: GenerateRequest, tokens: list[int], version: int = 0, reason: FinishReason = FinishReason.STOP) -> Completion:
-    return Completion(request.request_id, tokens, [-0.5] * len(tokens), reason, [VersionSpan(0, len(tokens), version)])
+    spans = [VersionSpan(0, len(tokens), version)]
+    return Completion(request.request_id, tokens, [-0.5] * len(tokens), reason, spans, likeliest=likeliest(tokens, request))
+
+
+def likeliest(tokens: list[int], request: GenerateRequest) -> Likeliest | None:
+    """The token and its successors, if that is asked for."""
+    if not (count := request.sampling.num_likeliest):
+        return None
+    ids = np.array(tokens, np.int32)[:, None] + np.arange(count, dtype=np.int32)
+    return Likeliest(ids, np.full(ids.shape, -0.7, np.float32))
 
 
 class ScriptedEngine:

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from miles.rollout.multi_turn import BadToolCall, ToolCall, parse_tool_calls
@@ -41,6 +43,24 @@ async def play(make_args: MakeArgs, start: Start, turns: list[str], **more: Any)
     engine.answer = script(executor, turns, reason)
     ref = await executor.get(0)
     return executor, engine, executor.store.get(ref.shares[0])
+
+
+async def test_likeliest_tokens_stand_beside_the_tokens_of_every_turn_and_nowhere_else(make_args: MakeArgs, start: Start) -> None:
+    _, engine, share = await play(make_args, start, ["I add. " + call("add", {"a": 2, "b": 3}), "5"], score_centering=2)
+    data, trained = share.data, share.data.loss_mask == 1
+    assert len(engine.requests) == 2
+    assert (data.likeliest.ids[trained, 0] == data.token_ids[trained]).all()
+    assert (data.likeliest.ids[~trained] == 0).all()
+    assert set(data.likeliest.logprobs[trained].flatten().tolist()) == {np.float32(-0.7)}
+
+
+async def test_an_engine_that_does_not_tell_them_is_told_of(make_args: MakeArgs, start: Start) -> None:
+    engine = ScriptedEngine()
+    executor = await start(make_args([ROW], **settings(score_centering=2, group_retries=0)), engine)
+    answer = script(executor, ["5"])
+    engine.answer = lambda request: replace(answer(request), likeliest=None)
+    with pytest.raises(Exception, match=r"told \(0, 0\) likeliest log-probs for 2 tokens"):
+        await executor.get(0)
 
 
 def call(name: str, arguments: Any) -> str:

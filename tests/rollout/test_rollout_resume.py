@@ -45,9 +45,12 @@ async def test_the_saved_cursor_is_the_end_of_the_trained_batch_not_of_the_gener
 @pytest.mark.case("C63")
 async def test_a_resumed_plain_run_makes_the_same_rollouts(make_args: MakeArgs, start: Start, tmp_path: Path) -> None:
     def shares(executor: object, ref: object) -> bytes:
-        return b"".join(executor.store.get(share).data.token_ids.tobytes() for share in ref.shares)  # type: ignore[attr-defined]
+        data = [executor.store.get(share).data for share in ref.shares]  # type: ignore[attr-defined]
+        return b"".join(each.token_ids.tobytes() + each.likeliest.ids.tobytes() + each.likeliest.logprobs.tobytes() for each in data)
 
-    args = make_args(30, rollout_batch_size=3, reward="tests.rollout.plugs.by_parity", group_filter="reward_spread", num_trainers=2)
+    args = make_args(
+        30, score_centering=2, rollout_batch_size=3, reward="tests.rollout.plugs.by_parity", group_filter="reward_spread", num_trainers=2
+    )
     executor = await start(args, ScriptedEngine())
     refs = [await executor.get(rollout_id) for rollout_id in range(2)]
     pending = asyncio.ensure_future(executor.get(2))

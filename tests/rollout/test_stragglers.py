@@ -150,7 +150,8 @@ async def test_only_the_newest_versions_tokens_are_trained_where_that_is_asked_f
 async def test_a_sample_whose_time_is_over_goes_on_from_where_it_was(make_args: MakeArgs, start: Start) -> None:
     """Its tokens stay, and so does a sibling that is done: it is neither asked nor scored again."""
     engine = Watched(four_tokens, hold=True)
-    args = make_args(fully_async=True, num_rollout=1, rollout_batch_size=1, sample_timeout=0.2, reward="tests.rollout.plugs.counted")
+    more = {"reward": "tests.rollout.plugs.counted", "score_centering": 2}
+    args = make_args(fully_async=True, num_rollout=1, rollout_batch_size=1, sample_timeout=0.2, **more)
     plugs.scored.clear()
     executor = await start(args, engine)
     pending = asyncio.ensure_future(executor.get(0))
@@ -172,6 +173,7 @@ async def test_a_sample_whose_time_is_over_goes_on_from_where_it_was(make_args: 
     first_end = int(data.offsets[1])
     assert data.token_ids[first_end - 5 : first_end].tolist() == [300, 301, 302, 303, EOS]
     assert data.rollout_logprobs[first_end - 5 : first_end].tolist() == [-0.5] * 5
+    assert data.likeliest.ids[first_end - 5 : first_end].tolist() == [[token, token + 1] for token in (300, 301, 302, 303, EOS)]
     assert data.weight_versions[first_end - 5 : first_end].tolist() == [1, 0, 0, 0, 0]
     lines = list(read(Path(args.run_dir) / "ledger.jsonl"))
     assert sorted(plugs.scored) == [0, 1]

@@ -22,6 +22,7 @@ class Token:
     teacher: float = 0.0
     value: float = 0.0
     advantage: float = 0.0
+    head: list[tuple[torch.Tensor, float]] = field(default_factory=list)  # the sampler's likeliest tokens: log p, log q
 
 
 @dataclass
@@ -121,6 +122,21 @@ def weight(token: Token, answer: Answer, train: list[float], i: int, args: RunCo
     return result
 
 
+def expected_score(token: Token, args: RunConfig) -> torch.Tensor:
+    """E_q[w s] at this token as the gradient of a sum over the head, the tail of q taken for rho p (arXiv 2609.20807)."""
+
+    def weight(ratio: float) -> float:
+        inside = args.mask_level is None or (args.mask_low or 0.0) <= ratio <= (args.mask_high or math.inf)
+        return (min(ratio, args.tis_clip) if args.use_tis else 1.0) * inside
+
+    total = torch.zeros((), dtype=torch.float64)
+    rho = (1 - math.fsum(math.exp(q) for _, q in token.head)) / (1 - math.fsum(p.exp().item() for p, _ in token.head))
+    for log_p, log_q in token.head:
+        p, q = log_p.exp().item(), math.exp(log_q)
+        total = total + (q * weight(p / q) - rho * weight(1 / rho) * p) * log_p
+    return total
+
+
 def step_loss(answers: list[Answer], args: RunConfig) -> torch.Tensor:
     """The loss of all scored answers as one optimizer step, its ratio based on the policy itself or on the rollout log-probs."""
     fill_advantages(answers, args)
@@ -141,6 +157,8 @@ def step_loss(answers: list[Answer], args: RunConfig) -> torch.Tensor:
                 loss = -token.logprob
             else:
                 loss = policy_loss(token, bases[i], whole, args) * weight(token, answer, train, i, args)
+                if args.score_centering:
+                    loss = loss + args.staleness_decay**token.lag * token.advantage * expected_score(token, args)
             if args.kl_loss_coef:
                 d = token.ref - token.logprob
                 loss = loss + args.kl_loss_coef * {"k1": -d, "k2": d * d / 2}.get(args.kl_estimator, d.exp() - 1 - d)

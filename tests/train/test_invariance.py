@@ -25,11 +25,12 @@ from miles.data.rollout_data import select, split
 from miles.train.mesh import Ranks
 from miles.train.micro_batches import PackingRule
 from miles.train.trainer import Trainer
-from miles.types import RolloutData
+from miles.types import Likeliest, RolloutData
 from tests.train.reference import Answer, Token, step_loss
 from tests.train.rollouts import Store, make_data, make_trainer, settings
 
 NEWEST = 3
+HEAD = 5
 ESTIMATORS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "dr_grpo": {"grpo_std_normalization": False, "loss_aggregation": "constant", "max_response_length": 10},
@@ -59,6 +60,9 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
     "geometric_mask": {"mask_level": "geometric", "mask_low": 0.9, "mask_high": 1.15, "use_tis": True},
     "outliers": {"mask_outlier": 1.3},
     "staleness": {"staleness_decay": 0.7, "use_tis": True, "tis_clip": 1.2},
+    "centering": {"score_centering": HEAD, "staleness_decay": 0.7},
+    "centering_tis": {"score_centering": HEAD, "use_tis": True, "tis_clip": 1.1},
+    "centering_band": {"score_centering": HEAD, "mask_level": "token", "mask_low": 0.8, "mask_high": 1.3},
 }
 EXTRAS: list[dict[str, Any]] = [
     {},
@@ -108,11 +112,17 @@ def trainer(tiny: str) -> Iterator[Trainer]:
     made.dispose()
 
 
-def plain_pass(hf: torch.nn.Module, data: RolloutData, sample: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and entropies of all tokens but the first of a sample, by transformers itself."""
+def distributions(hf: torch.nn.Module, data: RolloutData, sample: int) -> torch.Tensor:
+    """[tokens but the first, vocabulary] log-probs by transformers itself."""
     ids = torch.tensor(data.token_ids[data.offsets[sample] : data.offsets[sample + 1]], dtype=torch.long)
-    logp = hf(ids[None]).logits[0, :-1].log_softmax(-1)
-    return logp.gather(-1, ids[1:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+    return hf(ids[None]).logits[0, :-1].log_softmax(-1)
+
+
+def plain_pass(hf: torch.nn.Module, data: RolloutData, sample: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropies of all tokens but the first of a sample."""
+    logp = distributions(hf, data, sample)
+    ids = torch.tensor(data.token_ids[data.offsets[sample] + 1 : data.offsets[sample + 1]], dtype=torch.long)
+    return logp.gather(-1, ids[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
 @dataclass
@@ -127,12 +137,17 @@ class Batch:
 def realistic(trainer: Trainer, seed: int) -> Batch:
     data = make_data(seed, groups=2, siblings=3, longest=6)
     rng = np.random.default_rng(seed)
+    data.likeliest = Likeliest(np.zeros((len(data.token_ids), HEAD), np.int32), np.zeros((len(data.token_ids), HEAD), np.float32))
     with torch.no_grad():
         for s in range(data.num_samples):
             own = slice(int(data.offsets[s]) + 1, int(data.offsets[s + 1]))
             logprobs = plain_pass(trainer.model.hf, data, s)[0].numpy()
             noisy = np.minimum(logprobs + rng.normal(0, 0.25, len(logprobs)), 0.0)
             data.rollout_logprobs[own] = np.where(data.loss_mask[own], noisy, 0.0)
+            logq = distributions(trainer.model.hf, data, s)
+            logq = (logq + torch.from_numpy(rng.normal(0, 0.4, logq.shape))).log_softmax(-1)
+            values, ids = logq.topk(HEAD, -1)
+            data.likeliest.ids[own], data.likeliest.logprobs[own] = ids.numpy(), values.numpy()
             data.weight_versions[own] = np.where(data.loss_mask[own], rng.integers(0, NEWEST + 1), -1)
     data.rewards[rng.integers(data.num_samples)] = np.nan
     frozen = {}
@@ -152,6 +167,7 @@ def expected(trainer: Trainer, batch: Batch, args: RunConfig) -> tuple[float, li
     answers, data, values = [], batch.data, batch.values
     for s in range(data.num_samples):
         answer = Answer(int(data.group_indices[s]), float(data.rewards[s]))
+        logp = distributions(trainer.model.hf, data, s)
         logprobs, entropies = plain_pass(trainer.model.hf, data, s)
         refs, teachers = batch.frozen["reference"][s], batch.frozen["teacher"][s]
         start = int(data.offsets[s]) + 1
@@ -159,6 +175,8 @@ def expected(trainer: Trainer, batch: Batch, args: RunConfig) -> tuple[float, li
             place = start + int(i)
             lag = NEWEST - int(data.weight_versions[place])
             token = Token(logprobs[i], entropies[i], float(data.rollout_logprobs[place]), lag, refs[i], teachers[i], float(values[place]))
+            heads = zip(data.likeliest.ids[place].tolist(), data.likeliest.logprobs[place].tolist(), strict=True)
+            token.head = [(logp[i, v], q) for v, q in heads]
             answer.tokens.append(token)
         answers.append(answer)
     loss = step_loss(answers, args)

@@ -14,7 +14,7 @@ from miles.engines.embedded.fitting import fit_forward
 from miles.engines.embedded.graphs import DecodeGraphs
 from miles.engines.embedded.llama import LlamaForward
 from miles.engines.embedded.model import move, probe_cache
-from miles.engines.embedded.sampling import Draw, sample
+from miles.engines.embedded.sampling import Draw, Drawn, sample
 from miles.engines.embedded.scheduler import Plan, Scheduler
 from miles.engines.embedded.sequence import Sequence
 from miles.engines.embedded.stopping import Stopping
@@ -47,15 +47,17 @@ class Decoder:
             return []
         rows = self._compute(plan)
         self.scheduler.computed(plan)
-        for sequence, token, logprob in rows:
-            self._append(sequence, token, logprob)
+        for sequence, drawn in rows:
+            self._append(sequence, drawn)
         self.last_progress = time.monotonic()
         self.num_sampled += len(rows)
         return self.scheduler.retire()
 
-    def _append(self, sequence: Sequence, token: int, logprob: float) -> None:
-        if math.isfinite(logprob):
-            sequence.append(token, logprob, self.version)
+    def _append(self, sequence: Sequence, drawn: Drawn) -> None:
+        if math.isfinite(drawn.logprob):
+            sequence.append(drawn.token, drawn.logprob, self.version)
+            if drawn.likeliest is not None:
+                sequence.likeliest.append(drawn.likeliest)
             self.stopping.check(sequence)
         else:
             self._poisoned = True
@@ -94,8 +96,8 @@ class Decoder:
         if self.graphs is not None:
             self.graphs.forget()
 
-    def _compute(self, plan: Plan) -> list[tuple[Sequence, int, float]]:
-        """Forward and sample: (sequence, token, log-prob) of every chunk that reaches its sequence's end."""
+    def _compute(self, plan: Plan) -> list[tuple[Sequence, Drawn]]:
+        """Forward and sample: what was drawn for every chunk that reaches its sequence's end."""
         token_ids: list[int] = []
         ready: list[Sequence] = []
         keep: list[int] = []
@@ -113,5 +115,4 @@ class Decoder:
             logits = self.forward(torch.tensor(token_ids, device=device), batch, torch.tensor(keep, dtype=torch.long, device=device))
         if not ready:
             return []
-        tokens, logprobs = sample(logits, [Draw(row.request.sampling, row.num_written) for row in ready])
-        return list(zip(ready, tokens, logprobs, strict=True))
+        return list(zip(ready, sample(logits, [Draw(row.request.sampling, row.num_written) for row in ready]), strict=True))

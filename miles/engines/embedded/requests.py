@@ -40,6 +40,9 @@ class Limits:
             f"top_p {sampling.top_p} is not above 0 and at most 1": 0 < sampling.top_p <= 1,
             f"top_k {sampling.top_k} is negative": sampling.top_k >= 0,
             f"min_p {sampling.min_p} is not from 0 to 1": 0 <= sampling.min_p <= 1,
+            f"num_likeliest {sampling.num_likeliest} is not from 0 to the vocabulary of {self.vocabulary}": (
+                0 <= sampling.num_likeliest <= self.vocabulary
+            ),
             "a stop string is empty": all(sampling.stop),
             "stop strings need a tokenizer, and the checkpoint has none": self.has_tokenizer or not sampling.stop,
         }

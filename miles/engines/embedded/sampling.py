@@ -27,6 +27,14 @@ class Draw(NamedTuple):
     position: int  # place of the new token in its response
 
 
+class Drawn(NamedTuple):
+    """What became of one row."""
+
+    token: int
+    logprob: float
+    likeliest: tuple[np.ndarray, np.ndarray] | None  # ids int32 and log-probs float32 [num_likeliest], the likeliest first
+
+
 def _mix(x: np.ndarray) -> np.ndarray:
     """The finaliser of splitmix64 (Steele, Lea, Flood 2014): a bijection of 64 bits that looks random."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -44,7 +52,7 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
     return ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
 
 
-def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[float]]:
+def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> list[Drawn]:
     """Sample one token per row.
 
     Args:
@@ -52,8 +60,8 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> tuple[list[int], list
         draws: [rows]
 
     Returns:
-        tokens [rows] and their log-probs [rows] under softmax(logits / temperature), before truncation (temperature 1
-        where greedy). A row whose logits are not finite gets log-prob NaN.
+        [rows] tokens and log-probs under softmax(logits / temperature), before truncation (temperature 1 where greedy). A row
+        whose logits are not finite gets log-prob NaN.
     """
     params = [draw.params for draw in draws]
     temperatures = [row.temperature or 1.0 for row in params]
@@ -74,7 +82,20 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> tuple[list[int], list
     if cut:
         tokens[cut] = _sample_truncated(weights[cut], total[cut], where[cut], [params[i] for i in cut])
     logprobs = (scaled.gather(-1, tokens[:, None]) - top).double() - total.log()
-    return tokens.tolist(), logprobs[:, 0].tolist()
+    told = _likeliest(scaled, top + total.log(), [row.num_likeliest for row in params])
+    return [Drawn(*row) for row in zip(tokens.tolist(), logprobs[:, 0].tolist(), told, strict=True)]
+
+
+def _likeliest(scaled: torch.Tensor, log_total: torch.Tensor, counts: list[int]) -> list[tuple[np.ndarray, np.ndarray] | None]:
+    """Of each row so many, None for 0."""
+    rows = [row for row, count in enumerate(counts) if count]
+    told: list[tuple[np.ndarray, np.ndarray] | None] = [None] * len(counts)
+    if rows:
+        values, ids = scaled[rows].topk(max(counts), -1)
+        logprobs = (values.double() - log_total[rows]).float().cpu().numpy()
+        for row, own_ids, own in zip(rows, ids.int().cpu().numpy(), logprobs, strict=True):
+            told[row] = own_ids[: counts[row]], own[: counts[row]]
+    return told
 
 
 def block_sums(weights: torch.Tensor) -> torch.Tensor:

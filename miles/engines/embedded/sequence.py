@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from miles.types import Completion, FinishReason, GenerateRequest, VersionSpan
+import numpy as np
+
+from miles.types import Completion, FinishReason, GenerateRequest, Likeliest, VersionSpan
 
 Reply = Callable[[Completion | None, BaseException | None], None]
 """Hands the end of one request to whoever sent it: a completion, or an error."""
@@ -25,6 +27,7 @@ class Sequence:
     stop_ids: frozenset[int]
     tokens: list[int] = field(default_factory=list)  # prompt, then response
     logprobs: list[float] = field(default_factory=list)  # [response tokens]
+    likeliest: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)  # [response tokens], where asked for
     spans: list[VersionSpan] = field(default_factory=list)
     finish: FinishReason | None = None
     failure: Exception | None = None  # why there can be no completion
@@ -84,7 +87,16 @@ class Sequence:
             cached_tokens=self.reused,
             cache_spans=self.cache_spans,
             stale_cache_tokens=sum(span.end - span.start for span in self.cache_spans),
+            likeliest=stacked(self.likeliest, self.request.sampling.num_likeliest),
         )
+
+
+def stacked(rows: list[tuple[np.ndarray, np.ndarray]], count: int) -> Likeliest | None:
+    """One row (ids, log-probs) for each token; None where none are asked for."""
+    if not count:
+        return None
+    ids, logprobs = zip(*rows, strict=True) if rows else ((), ())
+    return Likeliest(np.array(ids, np.int32).reshape(-1, count), np.array(logprobs, np.float32).reshape(-1, count))
 
 
 def extend_spans(spans: list[VersionSpan], place: int, version: int) -> None:

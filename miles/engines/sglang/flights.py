@@ -15,6 +15,9 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
+from miles.engines.embedded.sequence import stacked
 from miles.engines.embedded.stopping import Stopping
 from miles.engines.sglang.client import Client, ServerRefused
 from miles.types import Completion, FinishReason, GenerateRequest, VersionSpan
@@ -38,6 +41,7 @@ class Flight:
     stop_ids: frozenset[int]
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # [tokens]
+    likeliest: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)  # [tokens], where asked for
     spans: list[VersionSpan] = field(default_factory=list)
     finish: FinishReason | None = None
     running: str = ""  # the server's id of the part that it has now
@@ -52,7 +56,15 @@ class Flight:
         assert self.finish is not None
         stale = sum(span.end - span.start for span in self.cache_spans)
         return Completion(
-            self.request.request_id, self.tokens, self.logprobs, self.finish, self.spans, self.cached, stale, self.cache_spans
+            self.request.request_id,
+            self.tokens,
+            self.logprobs,
+            self.finish,
+            self.spans,
+            self.cached,
+            stale,
+            self.cache_spans,
+            likeliest=stacked(self.likeliest, self.request.sampling.num_likeliest),
         )
 
 
@@ -223,6 +235,7 @@ class Flights:
             "input_ids": flight.request.input_ids + flight.tokens,
             "sampling_params": params,
             "return_logprob": True,
+            "top_logprobs_num": sampling.num_likeliest,
             "extra_key": self.cache_key,
         }
 
@@ -238,6 +251,8 @@ class Flights:
         start = len(flight.tokens)
         flight.tokens += ids
         flight.logprobs += logprobs
+        if count := flight.request.sampling.num_likeliest:
+            flight.likeliest += _likeliest(meta.get("output_top_logprobs") or [], len(ids), count, name)
         for span in self._spans(flight, meta, len(ids)):
             _append_span(flight, VersionSpan(span.start + start, span.end + start, span.version))
         if not start:
@@ -282,9 +297,17 @@ class Flights:
 
     @staticmethod
     def _shorten(flight: Flight, length: int) -> None:
-        del flight.tokens[length:], flight.logprobs[length:]
+        del flight.tokens[length:], flight.logprobs[length:], flight.likeliest[length:]
         for spans in (flight.spans, flight.cache_spans):
             spans[:] = [span._replace(end=min(span.end, length)) for span in spans if span.start < length]
+
+
+def _likeliest(places: list[Any], tokens: int, count: int, name: str) -> list[tuple[np.ndarray, np.ndarray]]:
+    """From [[log-prob, id, text], ...] at each place."""
+    rows = [(np.array([entry[1] for entry in place], np.int32), np.array([entry[0] for entry in place], np.float32)) for place in places]
+    if len(rows) != tokens or any(len(ids) != count for ids, _ in rows):
+        raise RuntimeError(f"request {name}: SGLang answered {tokens} tokens without the {count} likeliest at each place")
+    return rows
 
 
 def _append_span(flight: Flight, span: VersionSpan) -> None:

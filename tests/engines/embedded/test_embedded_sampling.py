@@ -7,7 +7,8 @@ import pytest
 import torch
 from scipy import stats
 
-from miles.engines.embedded.sampling import CANDIDATES, Draw, sample, uniforms
+from miles.engines.embedded import sampling
+from miles.engines.embedded.sampling import CANDIDATES, Draw, uniforms
 from miles.types import SamplingParams
 
 PLAIN = SamplingParams(max_new_tokens=1)
@@ -42,6 +43,24 @@ CASES = [
     {"top_k": 20, "top_p": 0.8, "min_p": 0.05, "temperature": 1.3},
     {"top_k": 10_000_000},
 ]
+
+
+def sample(logits: torch.Tensor, draws: list[Draw]) -> tuple[list[int], list[float]]:
+    drawn = sampling.sample(logits, draws)
+    return [row.token for row in drawn], [row.logprob for row in drawn]
+
+
+def test_the_likeliest_tokens_of_each_row_that_asks_for_them() -> None:
+    logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(5)) * 2
+    params = [replace(PLAIN, num_likeliest=4, temperature=0.5), PLAIN, replace(PLAIN, num_likeliest=300)]
+    drawn = sampling.sample(logits, [Draw(each, 0) for each in params])
+    assert drawn[1].likeliest is None
+    for row, count, temperature in ((0, 4, 0.5), (2, 300, 1.0)):
+        ids, logprobs = drawn[row].likeliest
+        wanted = (logits[row].double() / temperature).log_softmax(-1)
+        assert ids.tolist() == wanted.argsort(descending=True)[:count].tolist()
+        np.testing.assert_allclose(logprobs, wanted[ids], atol=1e-6)
+        assert (ids.dtype, logprobs.dtype) == (np.int32, np.float32)
 
 
 @pytest.mark.parametrize("vocabulary", [7, 256, 300])
