@@ -1,6 +1,7 @@
 """Threads for sync rewards: short calls follow one another on one, long ones hold nobody up."""
 
 import asyncio
+import sys
 import threading
 
 import pytest
@@ -52,6 +53,6 @@ async def test_errors_arrive_and_an_exit_ends_nothing(threads):
     with pytest.raises(ZeroDivisionError):
         await threads.run(lambda: 1 // 0, limit=60)
     with pytest.raises(RuntimeError, match="called for an exit: SystemExit: 3"):
-        await threads.run(lambda: exit(3), limit=60)
+        await threads.run(lambda: sys.exit(3), limit=60)
     with pytest.raises(RuntimeError, match="StopIteration"):
         await threads.run(lambda: next(iter([])), limit=60)
