@@ -1,6 +1,7 @@
 """The trainer on a GPU. Run by hand: pytest -m gpu -s tests/gpu/test_train_on_gpu.py"""
 
 import asyncio
+import gc
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from miles.data.rollout_data import pack, split
 from miles.train.random_model import ensure_model
+from miles.train.sharding import full
 from miles.train.trainer import Trainer
 from tests.train.rollouts import Store, make_groups, make_shares, settings
 
@@ -88,3 +90,41 @@ def test_speed_of_a_real_shape(tmp_path: Path) -> None:
         )
         assert metrics["train/grad_norm"] > 0
         del trainer
+
+
+def test_adapters_need_the_memory_of_the_base_alone(tmp_path: Path) -> None:
+    """One step of a bfloat16 model of a real shape, whole and with adapters: memory, base, publish."""
+    model = str(ensure_model("random:qwen3-0.6b", 0, tmp_path))
+    held = {}
+    for rank in (0, 16):
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        trainer = make(model, Store(), dtype="bfloat16", lora_rank=rank, lora_alpha=32.0, kl_loss_coef=0.1 if rank else 0.0)
+        run(trainer, range(1))
+        trainer.offload()
+        trainer.onload()
+        run(trainer, range(1, 2))
+        held[rank], peak = torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
+        seconds = []
+        for version in range(3):
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            sums = trainer.weights_checksum()
+            seconds.append(time.perf_counter() - started)
+            plan = trainer.plan_publish(version)
+            for index in range(len(plan.buckets)):
+                trainer.send_bucket(index)
+            assert trainer.end_publish() == sums
+        print(f"rank {rank}: {held[rank] / 2**30:.2f} GiB held, {peak / 2**30:.2f} at most; all weights as sent: {min(seconds):.3f} s")
+        if rank:
+            base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+            for name, parameter in base.named_parameters():
+                own = trainer.model.hf.get_parameter(name)
+                assert own.dtype == torch.bfloat16
+                assert torch.equal(full(own.detach()).cpu(), parameter), name
+            assert trainer.frozen.loaded == {}
+        trainer.dispose()
+        del trainer
+    assert held[16] < 0.2 * held[0]
