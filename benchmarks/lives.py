@@ -77,12 +77,16 @@ class Life:
         return []
 
     def left(self) -> list[str]:
-        """What is still there of it, after a while in which it may end by itself: processes, and segments in shared memory."""
+        """Processes of it that are still there, after a while in which they may end by themselves."""
         deadline = time.monotonic() + GONE
         while living := [child for child in self.family.values() if _lives(child)]:
             if time.monotonic() > deadline:
                 return [f"process {child.pid}: {child.name()}" for child in living]
             time.sleep(0.1)
+        return []
+
+    def segments(self) -> list[str]:
+        """What is still there of it in shared memory."""
         return [str(path) for pid in [self.pid, *self.family] for path in Path("/dev/shm").glob(f"miles-weights-*-{pid}-*")]
 
 

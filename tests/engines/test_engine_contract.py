@@ -15,6 +15,7 @@ from miles.config.run_config import RunConfig
 from miles.engines.embedded.engine import EmbeddedEngine
 from miles.engines.sglang.engine import SGLangEngine
 from miles.protocols import Engine
+from miles.rollout.carried import joined
 from miles.types import FinishReason, PauseMode
 from tests.engines.contract import (
     PROMPT,
@@ -242,6 +243,26 @@ async def test_abort_keeps_the_partial_tokens(engine: Engine) -> None:
         assert answer.token_ids == full.token_ids[: len(answer.token_ids)]
         assert_whole(answer)
     assert 0 < len(answers[1].token_ids) < 100
+
+
+async def test_an_answer_that_was_cut_off_goes_on_after_a_publish(engine: Engine, trainer: Trainer) -> None:
+    """Its log-probs are those of the weights that wrote each token, given the whole of what stands before it."""
+    base = await trainer.publish(0)
+    started = asyncio.create_task(engine.generate(ask("cut.", new=60)))
+    await all_running(engine, 1)
+    await some_steps(engine, "cut")
+    await engine.abort(["cut."])
+    first = await started
+    written = len(first.token_ids)
+    assert 0 < written < 60
+    version = await trainer.publish(1)
+    whole = joined(first, await engine.generate(ask("rest.", PROMPT + first.token_ids, new=60 - written, seed=1)))
+    assert (len(whole.token_ids), whole.finish_reason) == (60, FinishReason.LENGTH)
+    assert whole.version_spans == [(0, written, base), (written, 60, version)]
+    assert_whole(whole)
+    for begin, end, wrote in whole.version_spans:
+        fresh = logprobs_under(trainer.model(wrote), PROMPT, whole)
+        assert np.abs(np.array(whole.logprobs[begin:end]) - fresh[begin:end]).max() < 1e-4
 
 
 async def test_abort_of_everything_and_a_caller_that_goes_away(engine: Engine) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
+from miles.rollout.carried import Carried, hand_over
+from miles.rollout.generate import EngineCall, EngineFailed
 from miles.rollout.rollout_executor import RolloutExecutor
 from miles.tracking.ledger import balance, read
-from miles.types import Completion, GenerateRequest, RolloutData, RolloutDataRef, VersionSpan
+from miles.types import Completion, GenerateRequest, RolloutData, RolloutDataRef, SamplingParams, VersionSpan
 from tests.rollout import plugs
 from tests.rollout.scripted_engine import EOS, ScriptedEngine, complete
 from tests.rollout.small_run import MakeArgs, Start, publish, until
@@ -178,3 +182,69 @@ async def test_a_sample_whose_time_is_over_goes_on_from_where_it_was(make_args: 
     lines = list(read(Path(args.run_dir) / "ledger.jsonl"))
     assert sorted(plugs.scored) == [0, 1]
     assert [(line["reason"], line["kept"]) for line in lines if line["event"] == "retried"] == [("timeout", 5)]
+
+
+def engine_call(engine: ScriptedEngine, carried: Carried, attempt: int, **sampling: Any) -> EngineCall:
+    drawn = SamplingParams(max_new_tokens=50, **sampling)
+    return EngineCall(f"t-g0.{attempt}.0", 0, drawn, (1, 0, 0, attempt), 100, engine.generate, carried=carried)
+
+
+async def cut_after(engine: ScriptedEngine, call: EngineCall, ids: list[int], turn: int) -> None:
+    """A turn that is cut off when one token is there."""
+    engine.hold = True
+    asked = asyncio.ensure_future(call(ids, turn=turn))
+    await until(lambda: bool(engine.held))
+    await hand_over(engine, [call.carried])
+    assert call.carried.asking == ""
+    with pytest.raises(EngineFailed, match="aborted after"):
+        await asked
+    engine.hold = False
+
+
+async def test_turns_that_were_answered_are_not_asked_again() -> None:
+    engine, carried = ScriptedEngine(four_tokens), Carried()
+    first = engine_call(engine, carried, 0)
+    turn0 = await first([5, 6])
+    await cut_after(engine, first, [5, 6, *turn0.token_ids, 9], turn=1)
+    assert carried.tokens == 4 + 1
+
+    second = engine_call(engine, carried, 1)
+    again = await second([5, 6])
+    assert (again.token_ids, again.logprobs) == (turn0.token_ids, turn0.logprobs)
+    again.token_ids.append(7)  # whoever gets it may change it
+    turn1 = await second([5, 6, *turn0.token_ids, 9], turn=1)
+    assert turn1.token_ids == [300, 301, 302, 303, EOS]
+    assert turn1.version_spans == [(0, 1, 0), (1, 5, 0)]
+    assert [request.request_id for request in engine.requests] == ["t-g0.0.0.0.", "t-g0.0.0.1.", "t-g0.1.0.1."]
+    assert engine.requests[-1].input_ids == [5, 6, 301, 302, 303, EOS, 9, 300]
+
+    third = engine_call(engine, carried, 2)
+    assert (await third([5, 6])).token_ids == turn0.token_ids
+    await third([5, 6, *turn0.token_ids, 8], turn=1)
+    assert engine.requests[-1].input_ids == [5, 6, 301, 302, 303, EOS, 8], "another question, as the tool answered otherwise"
+
+
+async def test_where_stop_strings_end_answers_an_unfinished_turn_begins_anew() -> None:
+    engine, carried = ScriptedEngine(four_tokens), Carried()
+    await cut_after(engine, engine_call(engine, carried, 0, stop=("end",)), [5, 6], turn=0)
+    assert carried.tokens == 0
+    await engine_call(engine, carried, 1, stop=("end",))([5, 6])
+    assert engine.requests[-1].input_ids == [5, 6]
+
+
+async def test_an_engine_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Deaf(ScriptedEngine):
+        async def abort(self, request_ids: Sequence[str] | None = None) -> int:
+            await asyncio.Event().wait()
+            return 0
+
+    monkeypatch.setattr("miles.rollout.carried.HAND_OVER_SECONDS", 0.01)
+    engine, carried = Deaf(hold=True), Carried()
+    asked = asyncio.ensure_future(engine_call(engine, carried, 0)([5]))
+    await until(lambda: bool(engine.held))
+    await hand_over(engine, [carried])
+    assert carried.tokens == 0
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    assert carried.asking == ""
