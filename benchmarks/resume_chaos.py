@@ -66,6 +66,7 @@ MODES = {
     "filtered": Mode(("--group-filter", "reward_spread", "--update-weights-interval", "2", "--save-interval", "2")),
     "synchronous": Mode(driver="train.py"),
     "fully async": Mode(BY_EPOCH, exact=False),
+    "fully async, keep": Mode((*BY_EPOCH, "--staleness-policy", "keep"), exact=False),
     "ray, plain": Mode(workers=ONE),
     "ray, two trainers": Mode(("--num-trainers", "2"), workers=TWO_TRAINERS),
     "ray, fully async, on schedule": Mode(SCHEDULED, workers=ONE),
@@ -190,7 +191,7 @@ def unsound(folder: Path) -> list[str]:
         )
     oldest: dict[int, int] = {}
     for line in lines:
-        if line["event"] == "finished":
+        if line["event"] in ("finished", "trimmed"):
             oldest[line["group_index"]] = line["version"]
         if line["event"] == "drained" and not 0 <= line["version"] - oldest[line["group_index"]] <= STALENESS:
             wrong.append(f"too old: {line}, its oldest token {oldest[line['group_index']]}")

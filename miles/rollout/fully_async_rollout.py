@@ -203,7 +203,7 @@ class FullyAsyncRollout:
                 masked = sum(mask_older(sample, pacing.version - pacing.max_staleness) for sample in group.samples)
                 oldest = oldest_trained(group)
                 if oldest is not None:
-                    self.context.verdicts.trimmed(group, lag, masked)
+                    self.context.verdicts.trimmed(group, lag, masked, oldest)
                     trimmed.append(Finished(group, oldest))
                     continue
             if self.context.verdicts.too_old(group, lag):

@@ -112,9 +112,9 @@ class Verdicts:
         self.drop(group, "stale", f"its oldest token lags {lag} versions, --max-weight-staleness is {allowed}")
         return False
 
-    def trimmed(self, group: PromptGroup, lag: int, tokens: int) -> None:
-        """The oldest `tokens` of a group are not trained; it is, with the rest."""
-        self.ledger.note("trimmed", group.group_index, attempt=group.attempt, reason="stale", lag=lag, tokens=tokens)
+    def trimmed(self, group: PromptGroup, lag: int, tokens: int, version: int) -> None:
+        """The oldest `tokens` of a group are not trained; it is, with the rest, of which the oldest is of `version`."""
+        self.ledger.note("trimmed", group.group_index, attempt=group.attempt, reason="stale", lag=lag, tokens=tokens, version=version)
         self.too_old_tokens += tokens
 
     def drop(self, group: PromptGroup, kind: str, reason: str) -> None:

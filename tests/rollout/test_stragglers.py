@@ -97,7 +97,7 @@ async def test_under_keep_nobody_waits_for_a_straggler_and_its_old_tokens_are_no
     assert data.loss_mask[end - 4 : end].tolist() == [0, 0, 1, 1]
     assert data.weight_versions[end - 4 : end].tolist() == [-1, -1, 3, 4]
     lines = list(read(Path(args.run_dir) / "ledger.jsonl"))
-    assert [(line["lag"], line["tokens"]) for line in lines if line["event"] == "trimmed"] == [(3, 4)]
+    assert [(line["lag"], line["tokens"], line["version"]) for line in lines if line["event"] == "trimmed"] == [(3, 4, 3)]
     assert balance(lines).holds
 
 
