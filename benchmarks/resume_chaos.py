@@ -4,10 +4,10 @@
     python benchmarks/resume_chaos.py --kills 40 --modes ray
 
 Each trial starts a run of the tiny recipe, kills it with SIGKILL, at a random moment or at a named point of
-`miles/fault_tolerance/kill_points.py`, and gives the same command again until it ends. In one process everything dies at once; under Ray
-it is the driver alone, the executor, a trainer, an engine, or all of them. Where a mode promises it, every tensor of the last checkpoint
-(weights, optimizer, random state), every metric but times, and what became of every group are those of the run that was never killed. Else
-the books balance, every prompt was trained once in each epoch, and no token was older than --max-weight-staleness.
+`miles/fault_tolerance/kill_points.py`, and goes on by the same command or by `--resume`, in turn, until it ends. In one process everything
+dies at once; under Ray it is the driver alone, the executor, a trainer, an engine, or all of them. Where a mode promises it, every tensor
+of the last checkpoint (weights, optimizer, random state), every metric but times, and what became of every group are those of the run that
+was never killed. Else the books balance, every prompt was trained once in each epoch, and no token was older than --max-weight-staleness.
 """
 
 import argparse
@@ -134,6 +134,11 @@ class Chaos:
     def argv(self, name: str, mode: str) -> list[str]:
         return ["--config", RECIPE, "--run-root", str(self.root), "--name", name, "--console", "quiet", *MODES[mode].argv()]
 
+    def next_argv(self, name: str, mode: str, life: int) -> list[str]:
+        """The same command again, or --resume, in turn."""
+        folder = self.root / name
+        return ["--resume", str(folder), "--console", "quiet"] if life % 2 and _saved(folder) >= 0 else self.argv(name, mode)
+
     def reference(self, mode: str) -> tuple[Outcome, float]:
         """The outcome of the run that is never killed, and its seconds."""
         if mode not in self.whole:
@@ -152,7 +157,7 @@ class Chaos:
             kill = kills[life] if life < len(kills) else None
             flags = ["--debug-kill", kill] if isinstance(kill, str) else []
             strike = kill if isinstance(kill, Strike) else None
-            code, lived = self.nursery.run(MODES[mode].driver, [*self.argv(name, mode), *flags], folder, strike)
+            code, lived = self.nursery.run(MODES[mode].driver, [*self.next_argv(name, mode, life), *flags], folder, strike)
             lives.append(lived)
             left += lived.left() if MODES[mode].workers else []
             if code != 0 or lived.struck:
