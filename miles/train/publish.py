@@ -19,7 +19,7 @@ from miles.weights.sender import WeightPublisher
 
 
 class Publisher:
-    """All ranks call every method, in the same order. No rank holds more than one bucket of full tensors."""
+    """All ranks call every method, in the same order. No rank but the one that stages holds more than a bucket of full tensors."""
 
     def __init__(self, model: TrainedModel, args: RunConfig, dtype: torch.dtype, ranks: Ranks) -> None:
         self.model, self.ranks, self.dtype = model, ranks, dtype

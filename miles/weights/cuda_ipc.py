@@ -83,8 +83,9 @@ class Sender:
         return self._shared.buffer[self._begins[index] : self._begins[index] + self._sizes[index]]
 
     def send(self, index: int) -> None:
-        """The bucket lies where the engines read it; wait until its last byte does."""
-        torch.cuda.current_stream(self._device).synchronize()
+        """The bucket lies where the engines read it; wait until its last byte does. Of a staged publish only the last one is waited for."""
+        if not self.staged or index == len(self._sizes) - 1:
+            torch.cuda.current_stream(self._device).synchronize()
 
     def close(self) -> None:
         """The memory stays for the next publish."""
