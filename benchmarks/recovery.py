@@ -1,6 +1,7 @@
 """Recovery: seconds from the death of an engine until it serves the current weights again, against its cold start.
 
     python benchmarks/recovery.py --json recovery.json
+    python benchmarks/recovery.py --device cuda -- --gpus-per-trainer 0.3 --gpus-per-engine 0.3
 
 A whole fully asynchronous run of two engines with the control API and its healer. The cold start is a suspended engine's way back: from
 the start of its process until it serves. The recovery begins with SIGKILL, so it also holds the noticing. Training must go on meanwhile,
@@ -44,6 +45,7 @@ class Run:
             port = probe.getsockname()[1]
         flags = ["--config", options.config, "--run-root", str(folder), "--name", "recovery", "--console", "quiet", "--fully-async"]
         flags += ["--num-engines", "2", "--num-rollout", "1000000", "--no-save-on-signal", "--eval-interval", "1000000"]
+        flags += ["--device", options.device, *options.more]
         flags += ["--api-server-port", str(port), "--mini-ft-controller", *(part for pair in HEALING.items() for part in pair)]
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         self.log = (folder / "log").open("w+")
@@ -123,6 +125,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", help="also write the result to this file")
+    parser.add_argument("more", nargs="*", help="further flags of the run, after --")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         run = Run(Path(folder), options)
