@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from miles.config.run_config import RunConfig
+
 ROW_CANDIDATES = 16
 
 
@@ -65,6 +67,11 @@ class PackingRule:
     share: bool  # compute equal beginnings once
     dense_mask: bool  # False: the attention kernel cuts a single row by its positions
     hidden_size: int  # tells how dear attention over a row is beside the rest of the model
+
+    @classmethod
+    def of(cls, args: RunConfig, hidden_size: int) -> PackingRule:
+        masks = not args.attn_implementation.startswith("flash")
+        return cls(args.max_tokens_per_micro_batch, args.share_prompts and masks, masks, hidden_size)
 
 
 def pack(

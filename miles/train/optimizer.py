@@ -8,9 +8,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from miles.config.run_config import RunConfig
 from miles.config.train import TrainSection
 from miles.train.mesh import Ranks
 from miles.train.sharding import local
+from miles.types import Role
 
 
 def build_adamw(model: nn.Module, args: TrainSection, lr: float) -> torch.optim.AdamW:
@@ -26,6 +28,13 @@ def build_adamw(model: nn.Module, args: TrainSection, lr: float) -> torch.optim.
         eps=args.adam_eps,
         fused=True,
     )
+
+
+def total_steps(args: RunConfig, role: Role) -> int:
+    """Optimizer steps of a role over the whole run."""
+    assert args.num_rollout is not None, "num_rollout is filled in before trainers are built"
+    rollouts = args.num_rollout - (args.num_critic_only_steps if args.use_critic and role == "actor" else 0)
+    return max(1, rollouts) * math.ceil(args.samples_per_rollout / args.samples_per_step)
 
 
 def learning_rate(step: int, total: int, peak: float, args: TrainSection) -> float:

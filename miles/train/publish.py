@@ -11,6 +11,7 @@ from miles.config.run_config import RunConfig
 from miles.train.hf_weights import HFWeights
 from miles.train.mesh import Ranks
 from miles.train.model import TrainedModel
+from miles.train.published import PublishedWeights
 from miles.train.sharding import full
 from miles.types import PublishPlan
 from miles.weights.buckets import NamedShape
@@ -21,8 +22,11 @@ from miles.weights.sender import WeightPublisher
 class Publisher:
     """All ranks call every method, in the same order. No rank but the one that stages holds more than a bucket of full tensors."""
 
-    def __init__(self, model: TrainedModel, args: RunConfig, dtype: torch.dtype, ranks: Ranks) -> None:
-        self.model, self.ranks, self.dtype = model, ranks, dtype
+    def __init__(
+        self, model: TrainedModel, args: RunConfig, dtype: torch.dtype, ranks: Ranks, published: PublishedWeights | None = None
+    ) -> None:
+        """`published`: where the weights of each publish are kept."""
+        self.ranks, self.dtype, self.published = ranks, dtype, published
         self._weights = HFWeights(model)
         shapes: list[NamedShape] = [(name, dtype, shape) for name, shape in self._weights.shapes.items()]
         self._publisher = WeightPublisher(shapes, args, ranks.device)
@@ -32,9 +36,9 @@ class Publisher:
         # and the memory that training needs is not taken yet
         self._stage, self._may_stage = False, args.stage_weights and not args.colocate
 
-    def plan(self, version: int, num_receivers: int, one_host: bool, kept: dict[str, Tensor] | None = None) -> PublishPlan:
-        """`kept`: parameters by Hugging Face name to send instead of the model's current ones."""
-        self._version, self._kept = version, kept
+    def plan(self, version: int, num_receivers: int, one_host: bool, again: bool = False) -> PublishPlan:
+        """`again`: it is the last publish's version, whose weights are sent if they are kept."""
+        self._version, self._kept = version, self.published.hf() if self.published and again else None
         if self.ranks.rank == 0:
             return self._publisher.plan(version, num_receivers=num_receivers, one_host=one_host, stage=self._stage)
         return PublishPlan(version, "", self._publisher.buckets, (), {}, "")
@@ -61,6 +65,8 @@ class Publisher:
     def end(self) -> tuple[int, dict[str, str]]:
         """The version that was published, and rank 0's checksums."""
         assert self._version is not None, "no publish is open"
+        if self.published is not None and self._kept is None:
+            self.published.refresh()
         version, self._version, self._kept = self._version, None, None
         checksums = self._publisher.checksums() if self.ranks.rank == 0 else {}
         self._publisher.close()

@@ -11,33 +11,30 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from miles.config.checkpoint_files import FileSums
 from miles.config.run_config import RunConfig
 from miles.fault_tolerance.kill_points import reached
 from miles.protocols import ObjectStore
-from miles.train import forward, lora, offload
+from miles.train import forward, offload
 from miles.train.checkpoint import Checkpointer, Progress, newest_complete
 from miles.train.first_step import FirstStep
 from miles.train.frozen_models import FrozenModels
 from miles.train.hf_export import Exporter
+from miles.train.loading import DTYPES, load_asked, load_trained
 from miles.train.loss import Sums, actor_loss, add_sums, critic_loss
 from miles.train.mesh import Ranks, pick_device
 from miles.train.metrics import StepFacts, step_metrics
 from miles.train.micro_batches import MicroBatch, PackingRule, pack
-from miles.train.model import PolicyModel, TrainedModel, ValueModel, hidden_size, load_causal_lm
-from miles.train.optimizer import build_adamw, clip_gradients, learning_rate, set_learning_rate
+from miles.train.model import PolicyModel, TrainedModel, hidden_size
+from miles.train.optimizer import build_adamw, clip_gradients, learning_rate, set_learning_rate, total_steps
 from miles.train.publish import Publisher
 from miles.train.published import PublishedWeights, keeps_published
-from miles.train.random_model import resolve_checkpoint
-from miles.train.sharding import needs_sharding, shard
+from miles.train.sharding import needs_sharding
 from miles.train.targets import TokenColumns, fill_advantages, samples_with, token_columns
 from miles.types import ObjectRef, PublishPlan, Role, TrainResult, TrainShare
 
 logger = logging.getLogger(__name__)
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Trainer:
@@ -55,8 +52,7 @@ class Trainer:
         self.updates = 0  # optimizer steps that were not left out
         self.version = -1
         self.verified = args.load is not None
-        self._again = False
-        self.frozen = FrozenModels(args, lambda source, setting: self._build(load_causal_lm(source, args, setting), "actor"))
+        self.frozen = FrozenModels(args, lambda source, setting: load_asked(args, source, setting, self.ranks))
         self.published: PublishedWeights | None = None
         self._closing = ExitStack()
 
@@ -67,48 +63,24 @@ class Trainer:
             torch.set_num_threads(args.trainer_threads or 1)
         torch.manual_seed(args.seed)
         torch.use_deterministic_algorithms(args.deterministic)
-        sharded = needs_sharding(self.ranks.world_size, self.dtype)
         self._closing.callback(self.ranks.leave)
-        self.ranks.join(master_address, master_port, args.train_timeout, sharded)
-        setting = "--critic-checkpoint" if self.role == "critic" and args.critic_checkpoint else "--hf-checkpoint"
-        self.source = resolve_checkpoint((args.critic_checkpoint if self.role == "critic" else None) or args.hf_checkpoint, args.seed)
-        hf = load_causal_lm(self.source, args, setting, self.dtype if args.lora_rank else torch.float32)
-        adapters = lora.add_adapters(hf, args, args.seed, self.source) if args.lora_rank else None
-        self.model = self._build(hf, self.role)
+        self.ranks.join(master_address, master_port, args.train_timeout, needs_sharding(self.ranks.world_size, self.dtype))
+        loaded = load_trained(args, self.role, self.ranks)
+        self.model = loaded.model
         self.peak_lr = args.critic_lr if self.role == "critic" else args.lr
         self.optimizer = build_adamw(self.model, args, self.peak_lr)
-        self.checkpointer = Checkpointer(self.model, self.optimizer, self.ranks, adapters)
+        self.checkpointer = Checkpointer(self.model, self.optimizer, self.ranks, loaded.adapters)
         self._closing.callback(self.checkpointer.dispose)
-        self.rule = PackingRule(
-            max_tokens=args.max_tokens_per_micro_batch,
-            share=args.share_prompts and not args.attn_implementation.startswith("flash"),
-            dense_mask=not args.attn_implementation.startswith("flash"),
-            hidden_size=hidden_size(self.model.hf),
-        )
-        self.publisher = Publisher(self.model, args, self.dtype, self.ranks)
-        self._closing.callback(self.publisher.dispose)
-        self.exporter = Exporter(self.model, self.source, self.dtype, self.ranks, adapters)
+        self.rule = PackingRule.of(args, hidden_size(self.model.hf))
         self.published = PublishedWeights(self.model) if keeps_published(args, self.role) else None
-        restored = None
-        if args.load is not None:
-            progress = self.checkpointer.load(newest_complete(args.load, self.role), self.published)
-            self.step, self.version, self.updates = progress.step, progress.weight_version, progress.updates
-            restored = progress.rollout_id
-        return restored
-
-    def _build(self, hf: PreTrainedModel, role: Role) -> TrainedModel:
-        model = PolicyModel(hf, self.args.temperature) if role == "actor" else ValueModel(hf, self.args.seed)
-        if self.ranks.mesh is not None:
-            shard(model, self.ranks.mesh, self.dtype)
-        return model.to(self.device)
-
-    @property
-    def total_steps(self) -> int:
-        """Optimizer steps of this role over the whole run."""
-        args = self.args
-        assert args.num_rollout is not None, "num_rollout is filled in before trainers are built"
-        rollouts = args.num_rollout - (args.num_critic_only_steps if args.use_critic and self.role == "actor" else 0)
-        return max(1, rollouts) * math.ceil(args.samples_per_rollout / args.samples_per_step)
+        self.publisher = Publisher(self.model, args, self.dtype, self.ranks, self.published)
+        self._closing.callback(self.publisher.dispose)
+        self.exporter = Exporter(self.model, loaded.source, self.dtype, self.ranks, loaded.adapters)
+        if args.load is None:
+            return None
+        progress = self.checkpointer.load(newest_complete(args.load, self.role), self.published)
+        self.step, self.version, self.updates = progress.step, progress.weight_version, progress.updates
+        return progress.rollout_id
 
     # ---- training
 
@@ -222,7 +194,7 @@ class Trainer:
         for batch in batches:
             sums = add_sums(sums, self._backward(batch.to(self.device), columns))
         norm = clip_gradients(self.model.parameters(), self.args.max_grad_norm, self.ranks)
-        lr = learning_rate(self.step, self.total_steps, self.peak_lr, self.args)
+        lr = learning_rate(self.step, total_steps(self.args, self.role), self.peak_lr, self.args)
         set_learning_rate(self.optimizer, lr)
         if math.isfinite(norm):
             self.optimizer.step()
@@ -265,8 +237,7 @@ class Trainer:
             num_receivers: engines that take part.
             one_host: whether all of them are on this host.
         """
-        self._again = self.published is not None and version == self.version
-        return self.publisher.plan(version, num_receivers, one_host, self.published.hf() if self.published and self._again else None)
+        return self.publisher.plan(version, num_receivers, one_host, again=version == self.version)
 
     def send_bucket(self, index: int) -> None:
         self.publisher.send_bucket(index)
@@ -275,8 +246,6 @@ class Trainer:
     def end_publish(self) -> dict[str, str]:
         """Returns the checksums of what was sent, by name; {} on ranks other than 0 and when verification is off."""
         self.version, checksums = self.publisher.end()
-        if self.published is not None and not self._again:
-            self.published.refresh()
         return checksums
 
     def abort_publish(self) -> None:
