@@ -135,6 +135,7 @@ class Sample:
     rollout_logprobs: list[float] = field(default_factory=list)  # [response tokens] 0.0 where loss_mask is 0
     version_spans: list[VersionSpan] = field(default_factory=list)  # offsets into response_ids
     likeliest: Likeliest | None = field(default=None, compare=False)  # aligned with response_ids; with score_centering
+    teacher_logprobs: list[float] | None = None  # [response tokens]; with teacher_urls
     response: str = ""  # response_ids decoded, special tokens left out
 
     status: SampleStatus = SampleStatus.PENDING
@@ -207,6 +208,7 @@ class RolloutData:
     group_indices: np.ndarray  # int64 [samples]
     sample_indices: np.ndarray  # int64 [samples]
     likeliest: Likeliest | None = None  # rows for all tokens; with score_centering
+    teacher_logprobs: np.ndarray | None = None  # float32 [tokens] 0 on prompts; with teacher_urls
 
     @property
     def num_samples(self) -> int:

@@ -27,10 +27,22 @@ def algorithm(args: RunConfig) -> Iterator[Problem]:
 
 
 def _teacher(args: RunConfig) -> Iterator[Problem]:
-    if args.advantage_estimator == "opd" and args.teacher_checkpoint is None:
-        yield wrong(args, "advantage_estimator", "needs a --teacher-checkpoint")
-    if args.teacher_checkpoint is not None and args.advantage_estimator in ("ppo", "sft"):
-        yield wrong(args, "teacher_checkpoint advantage_estimator", "a critic's values know nothing of a teacher")
+    if args.advantage_estimator == "opd" and not args.has_teacher:
+        yield wrong(args, "advantage_estimator", "needs a --teacher-checkpoint, or --teacher-urls of servers that hold one")
+    if args.has_teacher and args.advantage_estimator in ("ppo", "sft"):
+        name = "teacher_checkpoint" if args.teacher_checkpoint is not None else "teacher_urls"
+        yield wrong(args, f"{name} advantage_estimator", "a critic's values know nothing of a teacher")
+    if not args.teacher_urls:
+        return
+    if args.teacher_checkpoint is not None:
+        yield wrong(args, "teacher_urls teacher_checkpoint", "one teacher at a time")
+    if args.temperature != 1:
+        yield wrong(args, "teacher_urls temperature", "servers score given tokens at temperature 1; --teacher-checkpoint does at any")
+    if args.deterministic:
+        yield wrong(args, "teacher_urls deterministic", "a server's last bits depend on what else it computes; use --teacher-checkpoint")
+    for url in args.teacher_urls:
+        if not url.startswith(("http://", "https://")):
+            yield wrong(args, "teacher_urls", f"{url!r} is no address; it looks like http://localhost:30000")
 
 
 def _centering(args: RunConfig) -> Iterator[Problem]:

@@ -2,6 +2,8 @@
 
 from typing import Literal
 
+from pydantic import Field
+
 from miles.config.section import Section
 
 
@@ -12,6 +14,8 @@ class ModelSection(Section):
     """Reference model for KL; default: hf_checkpoint. Loaded only when a KL coefficient is not 0."""
     teacher_checkpoint: str | None = None
     """Teacher of on-policy distillation: a model with the same tokenizer, held by the trainer. See teacher_coef."""
+    teacher_urls: list[str] = Field(default_factory=list)
+    """In the place of teacher_checkpoint: SGLang servers that hold the teacher. They score each sample as soon as it is written."""
     critic_checkpoint: str | None = None
     """Model that the critic starts from; default: hf_checkpoint."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -22,3 +26,7 @@ class ModelSection(Section):
     """Recompute layers in the backward pass to save memory."""
     trust_remote_code: bool = False
     """Let transformers run code that comes with a checkpoint."""
+
+    @property
+    def has_teacher(self) -> bool:
+        return self.teacher_checkpoint is not None or bool(self.teacher_urls)

@@ -97,7 +97,7 @@ def batches(args: RunConfig) -> Iterator[Problem]:
         yield wrong(args, "num_trainers global_batch_size", text)
     if args.num_rollout is None and args.num_epoch is None:
         yield Problem(("num_rollout", "num_epoch"), "--num-rollout, --num-epoch: one of them must say how long the run is")
-    if args.compares_siblings and args.teacher_checkpoint is None and args.n_samples_per_prompt == 1:
+    if args.compares_siblings and not args.has_teacher and args.n_samples_per_prompt == 1:
         text = f"{args.advantage_estimator} compares siblings; with one of them nothing is learnt"
         yield wrong(args, "n_samples_per_prompt advantage_estimator", text)
     first = args.start_rollout_id

@@ -51,6 +51,7 @@ def pack(groups: Sequence[PromptGroup]) -> RolloutData:
         group_indices=np.array([s.group_index for s in samples], np.int64),
         sample_indices=np.array([s.sample_index for s in samples], np.int64),
         likeliest=_likeliest(samples, in_response, total),
+        teacher_logprobs=_teacher_logprobs(samples, in_response, total),
     )
     _check_columns(data)
     return data
@@ -68,6 +69,8 @@ def _check(sample: Sample) -> None:
         raise ValueError(f"{name} has no prompt tokens")
     if sample.likeliest is not None and (len(sample.likeliest.ids), len(sample.likeliest.logprobs)) != (tokens, tokens):
         raise ValueError(f"{name}: {len(sample.likeliest.ids)} rows of likeliest tokens for {tokens} response ids")
+    if sample.teacher_logprobs is not None and len(sample.teacher_logprobs) != tokens:
+        raise ValueError(f"{name}: {len(sample.teacher_logprobs)} log-probs of the teacher for {tokens} response ids")
     reached = 0
     for span in sample.version_spans:
         if not reached <= span.start <= span.end <= tokens:
@@ -171,6 +174,7 @@ def select(data: RolloutData, positions: np.ndarray) -> RolloutData:
         group_indices=data.group_indices[positions],
         sample_indices=data.sample_indices[positions],
         likeliest=None if data.likeliest is None else Likeliest(data.likeliest.ids[tokens], data.likeliest.logprobs[tokens]),
+        teacher_logprobs=None if data.teacher_logprobs is None else data.teacher_logprobs[tokens],
     )
 
 
@@ -191,6 +195,7 @@ def unpack_sample(data: RolloutData, place: int) -> Sample:
         rollout_logprobs=data.rollout_logprobs[cut:end].tolist(),
         version_spans=[VersionSpan(a, b, int(versions[a])) for a, b in pairwise(edges) if versions[a] >= 0],
         likeliest=None if data.likeliest is None else Likeliest(data.likeliest.ids[cut:end], data.likeliest.logprobs[cut:end]),
+        teacher_logprobs=None if data.teacher_logprobs is None else data.teacher_logprobs[cut:end].tolist(),
         status=SampleStatus.COMPLETED,
         reward=None if np.isnan(reward) else reward,
     )
@@ -229,6 +234,17 @@ def _likeliest(samples: Sequence[Sample], in_response: np.ndarray, total: int) -
     columns.ids[in_response] = np.concatenate([s.likeliest.ids for s in known])  # type: ignore[union-attr]
     columns.logprobs[in_response] = np.concatenate([s.likeliest.logprobs for s in known])  # type: ignore[union-attr]
     return columns
+
+
+def _teacher_logprobs(samples: Sequence[Sample], in_response: np.ndarray, total: int) -> np.ndarray | None:
+    """Of all tokens, where any sample was scored by a teacher; then every one with tokens must have been."""
+    if all(s.teacher_logprobs is None for s in samples):
+        return None
+    if lacking := [s for s in samples if s.response_ids and s.teacher_logprobs is None]:
+        raise ValueError(f"{_name(lacking[0].sample_index, lacking[0].group_index)} has no log-probs of the teacher, which others have")
+    column = np.zeros(total, np.float32)
+    column[in_response] = _flat((s.teacher_logprobs or [] for s in samples), len(in_response), np.float32)
+    return column
 
 
 def _versions(samples: Sequence[Sample], starts: np.ndarray, total: int) -> np.ndarray:

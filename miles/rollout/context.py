@@ -11,7 +11,7 @@ from miles.protocols import DataSource, GenerateFn
 from miles.rewards.reward import RewardScorer
 from miles.rollout.verdicts import Verdicts
 from miles.tracking.ledger import Ledger
-from miles.types import Completion, GenerateRequest, SamplingParams
+from miles.types import Completion, GenerateRequest, Sample, SamplingParams
 
 
 class RequestRouter(Protocol):
@@ -52,6 +52,12 @@ class WaveStats(Protocol):
     def stats(self) -> dict[str, int]: ...
 
 
+class Teacher(Protocol):
+    """Says what a served teacher thinks of a sample's tokens."""
+
+    async def score(self, sample: Sample) -> None: ...
+
+
 @dataclass(slots=True)
 class RolloutContext:
     """Everything a rollout function needs; made once by the executor. A function of your own gets it as well."""
@@ -71,6 +77,7 @@ class RolloutContext:
     num_engines: int = 0
     weight_version: int = 0  # of the last publish
     tables: dict[str, WaveStats] = field(default_factory=dict)  # waves under way, for reports of stalls
+    teacher: Teacher | None = None  # with teacher_urls, for training samples
     at_rest: Callable[[], None] = lambda: None  # see `saves.KeepsState`
 
 

@@ -39,7 +39,7 @@ class Evaluator:
         self.sets = {name: load_prompts(path, context.tokenizer, args).rows for name, path in sorted(args.eval_data.items())}
         self.scorer = RewardScorer(args, args.eval_reward)
         # A whole set is one wave, whose last samples wait for all others: --eval-timeout alone ends it.
-        self.context = replace(context, sampling=eval_sampling(args), scorer=self.scorer, group_limit=None)
+        self.context = replace(context, sampling=eval_sampling(args), scorer=self.scorer, group_limit=None, teacher=None)
         self.context.generate = build_generate(load_generate(args.generate_function), self.context)
         self.function = load(args.eval_function, setting="--eval-function") if args.eval_function else None
         self.count = 0

@@ -104,7 +104,10 @@ async def run_sample(context: RolloutContext, sample: Sample, seat: Seat, call: 
     stages[call.place] = SCORING
     generated = time.time()
     reached(context.args, "generated", sample.group_index)
-    await context.scorer.score(sample)
+    if context.teacher is None:
+        await context.scorer.score(sample)
+    else:
+        await side_by_side([context.scorer.score(sample), context.teacher.score(sample)])
     reached(context.args, "scored", sample.group_index)
     stages[call.place] = DONE
     call.times.generated, call.times.scored = generated, time.time()  # the last sibling's stay

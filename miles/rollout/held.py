@@ -17,6 +17,8 @@ def columns_of(groups: Sequence[PromptGroup]) -> dict[str, np.ndarray]:
     """The token columns of whole groups, by name. Log-probs are float32, as the trainer gets them."""
     data = pack(groups)
     told = {} if data.likeliest is None else {"likeliest_ids": data.likeliest.ids, "likeliest_logprobs": data.likeliest.logprobs}
+    if data.teacher_logprobs is not None:
+        told["teacher_logprobs"] = data.teacher_logprobs
     return told | {
         "token_ids": data.token_ids,
         "loss_mask": data.loss_mask,
@@ -80,6 +82,8 @@ def _fill(sample: Sample, stored: dict[str, Any], columns: dict[str, np.ndarray]
     sample.rollout_logprobs = columns["rollout_logprobs"][cut:end].tolist()
     if "likeliest_ids" in columns:
         sample.likeliest = Likeliest(columns["likeliest_ids"][cut:end], columns["likeliest_logprobs"][cut:end])
+    if "teacher_logprobs" in columns:
+        sample.teacher_logprobs = columns["teacher_logprobs"][cut:end].tolist()
     sample.version_spans = [VersionSpan(*span) for span in stored["spans"]]
     sample.cache_spans = [VersionSpan(*span) for span in stored["cache_spans"]]
     sample.status = SampleStatus(stored["status"])

@@ -29,6 +29,7 @@ from miles.rollout.metrics import rollout_metrics, without_marker
 from miles.rollout.sample_log import write_samples
 from miles.rollout.saves import KeepsState, Saves
 from miles.rollout.state import Drained, write
+from miles.rollout.teacher import Teacher
 from miles.rollout.verdicts import Verdicts
 from miles.tracking.ledger import Ledger
 from miles.types import EvalResult, PromptGroup, RolloutDataRef, RolloutOutput
@@ -63,6 +64,7 @@ class RolloutExecutor:
             num_rollout=self._num_rollout(),
             group_limit=args.sample_timeout,
         )
+        self.teacher = Teacher(args.teacher_urls, self.tokenizer, args.control_timeout) if args.teacher_urls else None
         self.context.generate = build_generate(load_generate(args.generate_function), self.context)
         self.evaluator = Evaluator(args, self.context)
         self.router: Router | None = None
@@ -82,6 +84,9 @@ class RolloutExecutor:
         self.router = Router(engines, max_running=2 * self.args.engine_max_running, patience=restart)
         for context in (self.context, self.evaluator.context):
             context.router, context.num_engines = self.router, len(engines)
+        if self.teacher is not None:
+            await self.teacher.check()
+            self.context.teacher = self.teacher
         if self.args.verify_first_step and self.args.load is None:
             self.context.router = self.watched = WatchedRouter(self.router)
         self.rollout_fn = self.saves.function = self.make_rollout_fn(self.args, self.context)
@@ -261,6 +266,8 @@ class RolloutExecutor:
             await self._abort_requests(self.router)
         await self.context.scorer.dispose()
         await self.evaluator.scorer.dispose()
+        if self.teacher is not None:
+            await self.teacher.dispose()
         self.ledger.note_all("abandoned", self.ledger.books.open)
         self.store.free([share for ref in self.stored.values() for share in ref.shares])
         self.stored.clear()

@@ -70,6 +70,10 @@ def token_columns(share: TrainShare, args: RunConfig, device: torch.device, vers
         lags=torch.from_numpy(lags).to(device),
     )
     columns.weights = _on_tokens(_sample_weights(share, args), columns)
+    if args.teacher_urls:
+        if data.teacher_logprobs is None:
+            raise ValueError("--teacher-urls: no teacher has scored these samples; does --rollout-function run its groups by run_group?")
+        columns.teacher_logprobs = torch.tensor(data.teacher_logprobs, device=device)
     if args.score_centering:
         told = data.likeliest
         if told is None and not trained.any():

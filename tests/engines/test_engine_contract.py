@@ -16,7 +16,8 @@ from miles.engines.embedded.engine import EmbeddedEngine
 from miles.engines.sglang.engine import SGLangEngine
 from miles.protocols import Engine
 from miles.rollout.carried import joined
-from miles.types import FinishReason, PauseMode
+from miles.rollout.teacher import Teacher
+from miles.types import Completion, FinishReason, PauseMode, Sample
 from tests.engines.contract import (
     PROMPT,
     SERVER_PYTHON,
@@ -559,6 +560,27 @@ async def test_a_scheduler_that_hangs_is_found_though_its_server_answers(engine:
         scheduler.resume()
     assert len((await task).token_ids) == 200
     assert (await engine.health()).stuck_seconds == 0
+
+
+async def test_a_server_is_a_teacher(engine: Engine, trainer: Trainer, tokenizer) -> None:
+    """Log-probs of given tokens are those of a fresh forward pass, whatever the server has cached by then."""
+    if not isinstance(engine, SGLangEngine):
+        return  # only a server can be asked from elsewhere
+    assert engine._server is not None
+    teacher = Teacher([engine._server.url], tokenizer, 60)
+    try:
+        await teacher.check()
+        rng = np.random.default_rng(0)
+        samples = [Sample(i, 0, "", PROMPT[: 1 + i], response_ids=rng.integers(3, 500, 1 + 6 * i).tolist()) for i in range(12)]
+        samples += [replace(one) for one in samples]  # the second time from the cache
+        await asyncio.gather(*map(teacher.score, samples))
+    finally:
+        await teacher.dispose()
+    model = trainer.model(trainer.version)
+    for one in samples:
+        answer = Completion("", one.response_ids, one.teacher_logprobs or [], FinishReason.STOP, [])
+        assert len(answer.logprobs) == len(answer.token_ids)
+        assert gap(model, one.prompt_ids, answer) < 2e-5
 
 
 async def test_an_engine_attaches_to_a_server_and_leaves_it_running(engine: Engine, trainer: Trainer) -> None:

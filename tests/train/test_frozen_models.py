@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
@@ -20,6 +21,19 @@ def test_a_teacher_is_asked_for_its_word_on_every_trained_token(tiny: str, store
     assert columns.advantages[columns.trained].tolist() == pytest.approx(wanted.tolist(), abs=1e-5)
     assert not columns.advantages[~columns.trained].any()
     assert not any(parameter.requires_grad for parameter in trainer.frozen.get("teacher").parameters())
+
+
+def test_a_served_teachers_word_comes_with_the_samples(tiny: str, store: Store) -> None:
+    args = settings(tiny, advantage_estimator="opd", teacher_urls=["http://x:1"], teacher_coef=0.5, use_tis=True)
+    trainer = make_trainer(args, store)
+    share = make_shares(0)[0]
+    with pytest.raises(ValueError, match="--teacher-urls: no teacher has scored these samples"):
+        trainer._prepare(share, None)
+    share.data.teacher_logprobs = share.data.rollout_logprobs - np.arange(len(share.data.token_ids), dtype=np.float32)
+    columns, _ = trainer._prepare(share, None)
+    assert trainer.frozen.loaded == {}
+    wanted = -0.5 * np.arange(len(columns.trained)) * columns.trained
+    assert columns.advantages.tolist() == pytest.approx(wanted.tolist(), abs=1e-4)
 
 
 def test_a_teacher_with_another_tokenizer_is_refused(tiny: str, store: Store, tmp_path: Path) -> None:
