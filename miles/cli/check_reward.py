@@ -3,7 +3,8 @@
 import argparse
 import asyncio
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from miles.rewards.trial import TrialRow, Tried
 
 SHOWN = 20
+TOLD_EVERY = 5.0  # seconds
 
 
 def main(argv: Sequence[str]) -> int:
@@ -28,11 +30,24 @@ def main(argv: Sequence[str]) -> int:
         from miles.rewards.trial import try_reward
 
         rows = [row for name, path in options.paths.items() for row in islice(read(name, path, options.gold_key, args), options.rows)]
-        tried = asyncio.run(try_reward(args, rows))
+        tried = asyncio.run(try_reward(args, rows, progress()))
     except ValueError as error:
         print(f"miles check-reward: {error}", file=sys.stderr)
         return 2
     return show(tried, rows, args)
+
+
+def progress() -> Callable[[int, int], None]:
+    """Says on stderr how far it is, every few seconds."""
+    last = time.monotonic()
+
+    def told(done: int, of: int) -> None:
+        nonlocal last
+        if time.monotonic() - last > TOLD_EVERY:
+            last = time.monotonic()
+            print(f"{done} of {of} answers are scored", file=sys.stderr, flush=True)
+
+    return told
 
 
 def read(name: str, path: str, gold_key: str | None, args: "RunConfig") -> "Iterator[TrialRow]":
@@ -78,7 +93,8 @@ def show(tried: "Sequence[Tried]", rows: "Sequence[TrialRow]", args: "RunConfig"
     problems = [each for each in tried if each.problem]
     for each in problems[:SHOWN]:
         shown = each.response if len(each.response) <= 80 else each.response[:77] + "..."
-        print(f"{each.row.where}: the {each.kind} answer {shown!r} for the label {str(each.row.label)[:80]!r} {each.problem}")
+        label = "without a label" if each.row.label is None else f"for the label {str(each.row.label)[:80]!r}"
+        print(f"{each.row.where}: the {each.kind} answer {shown!r} {label} {each.problem}")
     if len(problems) > SHOWN:
         print(f"... and {len(problems) - SHOWN} more")
     gold_tried = sum(each.kind == "gold" for each in tried)

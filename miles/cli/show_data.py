@@ -39,13 +39,18 @@ def main(argv: Sequence[str]) -> int:
     from miles.data.shown import pieces
 
     terminal = Console(soft_wrap=True, highlight=False)
+    shown = 0
     try:
         for path in options.paths.values():
             for where, ids, mask in islice(read(path, tokenizer, args, options.sft), options.first - 1, options.first - 1 + options.rows):
+                shown += 1
                 terminal.print(Text(f"── {where}   {len(ids)} tokens, {sum(mask)} trained", style="bold"))
                 terminal.print(coloured(pieces(tokenizer, ids, mask), marks=not terminal.is_terminal))
     except ValueError as error:
         print(f"miles show-data: {error}", file=sys.stderr)
+        return 1
+    if not shown:
+        print(f"miles show-data: {', '.join(options.paths.values())}: no row {options.first}", file=sys.stderr)
         return 1
     coded = "green; every other token is underlined" if terminal.is_terminal else "in double brackets"
     print(f"\nWhat is trained is {coded}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -64,8 +65,13 @@ class Tried:
         return ""
 
 
-async def try_reward(args: RewardSection, rows: Sequence[TrialRow]) -> list[Tried]:
+async def try_reward(
+    args: RewardSection, rows: Sequence[TrialRow], told: Callable[[int, int], None] = lambda done, of: None
+) -> list[Tried]:
     """Score what `answers` makes of the rows. A reward that fails is an outcome here, whatever reward_failure says.
+
+    Args:
+        told: called with how many answers are scored, of how many, after each.
 
     Raises:
         ValueError: the reward cannot be loaded.
@@ -73,6 +79,7 @@ async def try_reward(args: RewardSection, rows: Sequence[TrialRow]) -> list[Trie
     lenient = args.model_copy(update={"reward_failure": "exclude"})
     scorer = RewardScorer(lenient)
     places = asyncio.Semaphore(AT_ONCE)
+    tried, done = list(answers(args, rows)), itertools.count(1)
 
     async def one(row: TrialRow, kind: Kind, response: str) -> Tried:
         sample = Sample(
@@ -80,11 +87,12 @@ async def try_reward(args: RewardSection, rows: Sequence[TrialRow]) -> list[Trie
         )
         async with places:
             await scorer.score(sample)
+        told(next(done), len(tried))
         best = sum(max(weight, 0.0) for weight in parts_of(_reward_of(args, row)).values())
         return Tried(row, kind, response, sample.reward, sample.error, best)
 
     try:
-        return await asyncio.gather(*(one(*each) for each in answers(args, rows)))
+        return await asyncio.gather(*(one(*each) for each in tried))
     finally:
         await scorer.dispose()
 
@@ -100,17 +108,17 @@ def answers(args: RewardSection, rows: Sequence[TrialRow]) -> Iterator[tuple[Tri
         other = next((other for other in others if labels[other] != labels[place]), None)
         wrong = None if other is None else gold_answer(_reward_of(args, row), rows[other])
         if wrong is not None:
-            yield row, "wrong", wrong.removeprefix(THOUGHT)  # or it would have earned what a mix gives for the form
+            yield row, "wrong", wrong.rpartition("</think>")[2].lstrip("\n")  # or it would have earned what a mix gives for the form
         yield row, "empty", ""
 
 
 def gold_answer(reward: str, row: TrialRow) -> str | None:
     """A response that ought to get everything, None where the row has none."""
+    parts = parts_of(reward)
     if row.gold is not None:
-        return row.gold
+        return row.gold if "think_format" not in parts or "</think>" in row.gold else THOUGHT + row.gold
     if row.label is None or isinstance(row.label, dict):
         return None
-    parts = parts_of(reward)
     form = next((FORMS[part] for part in parts if part in FORMS), str)
     return (THOUGHT if "think_format" in parts else "") + form(row.label)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from miles.cli import check_reward
 from miles.cli.main import main
 from miles.cli.show_data import coloured
 from miles.data.shown import Piece
@@ -54,6 +55,8 @@ def test_colours_on_a_terminal(capsys):
         (["show-data"], 2, "no data: name a file"),
         (["show-data", "{bad}", "--hf-checkpont", "x"], 2, "did you mean --hf-checkpoint"),
         (["show-data", "nowhere.jsonl", "--hf-checkpoint", "random:tiny"], 1, "no file 'nowhere.jsonl'"),
+        (["show-data", "{empty}", "--hf-checkpoint", "random:tiny"], 1, r"empty\.jsonl: no row 1"),
+        (["show-data", "{good}", "--hf-checkpoint", "random:tiny", "--first", "2"], 1, r"good\.jsonl: no row 2"),
         (["check-reward", "{bad}"], 2, r"bad\.jsonl:2: field 'prompt'"),
         (["check-reward", "{good}", "--reward", "maths"], 2, "'maths' is neither built in"),
         (["check-reward", "{good}", "--gold-key", "best"], 2, r"good\.jsonl:1: no field 'best'"),
@@ -62,7 +65,8 @@ def test_colours_on_a_terminal(capsys):
 def test_what_is_wrong_is_said_with_file_and_line(tmp_path, capsys, argv, code, reason):
     good = write(tmp_path / "good.jsonl", {"prompt": "x", "label": "1"})
     bad = write(tmp_path / "bad.jsonl", {"prompt": "x"}, {"prompt": [{"role": "oracle", "content": "x"}]})
-    assert main([word.format(good=good, bad=bad) for word in argv]) == code
+    empty = write(tmp_path / "empty.jsonl")
+    assert main([word.format(good=good, bad=bad, empty=empty) for word in argv]) == code
     assert re.search(reason, capsys.readouterr().err)
 
 
@@ -93,6 +97,17 @@ def test_a_right_reward_passes(tmp_path, capsys, reward):
     n = len(LABELS[reward])
     assert code == 0, out
     assert table(out) == {"gold": [n, n, 0, 0, 0, 0], "wrong": [n, 0, 0, n, 0, 0], "empty": [n, 0, 0, n, 0, 0]}
+
+
+def test_own_gold_answers_in_a_mix_with_think_format_and_how_far_it_is(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(check_reward, "TOLD_EVERY", -1.0)
+    rows = [{"prompt": "x", "label": n, "best": f"{own}so \\boxed{{{n}}}"} for n, own in ((4, ""), (5, "<think>hm</think>\n"))]
+    path = write(tmp_path / "d.jsonl", *rows, {"prompt": "x", "best": "\\boxed{1}"})
+    assert main(["check-reward", path, "--reward", "math=0.8,think_format=0.2", "--gold-key", "best", "--reward-workers", "0"]) == 1
+    said = capsys.readouterr()
+    assert table(said.out) == {"gold": [3, 2, 0, 0, 1, 0], "wrong": [3, 0, 0, 2, 1, 0], "empty": [3, 0, 0, 2, 1, 0]}
+    assert re.search(r"d\.jsonl:3: the gold answer .* without a label cannot be scored", said.out)
+    assert said.err.splitlines()[-1] == "9 of 9 answers are scored"
 
 
 def test_programs_as_gold_answers(tmp_path, capsys):

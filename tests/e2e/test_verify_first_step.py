@@ -1,5 +1,8 @@
 """--verify-first-step over whole runs of the driver: honest ones go on, a fault on the way ends them by its name."""
 
+import logging
+import re
+
 import pytest
 import torch
 
@@ -10,8 +13,13 @@ VERIFY = ("--verify-first-step", "--num-rollout", "2")
 
 
 @pytest.mark.parametrize("flags", [(), ("--fully-async",), ("--advantage-estimator", "ppo", "--num-critic-only-steps", "1")])
-def test_an_honest_run_goes_on(drive, flags):
-    run = drive("honest", *VERIFY, *flags)
+def test_an_honest_run_goes_on(drive, flags, caplog):
+    with caplog.at_level(logging.INFO):
+        run = drive("honest", *VERIFY, *flags)
+    (line,) = [record.getMessage() for record in caplog.records if "all passed" in record.getMessage()]
+    assert re.search(r"first step: all passed: \d+ trained tokens are as .*; log-probs .* differ by .*; the policy ratio is 1.*; ", line)
+    assert "no KL to a reference" in line
+    assert "gold answers" in line
     assert dict(run.series("verify/logprob_abs_diff_max")).popitem()[1] < 1e-4
     assert len(run.series("verify/tokens_as_written")) == 1
     assert [rollout for rollout, _ in run.series("train/loss")][-1] == 1

@@ -38,6 +38,7 @@ class TrainGroup:
         self._unverified: Sequence[Engine] = []  # with --verify-first-step, until the first training: engines with our weights
         self._hosts: dict[str, str] = {}
         self._rejection_told = False
+        self._first_step: dict[str, float] = {}  # what --verify-first-step has measured so far
         self._on_trained: Callable[[int, int], Awaitable[None]] | None = None
 
     def on_trained(self, callback: Callable[[int, int], Awaitable[None]]) -> None:
@@ -70,6 +71,7 @@ class TrainGroup:
             with tracking.timeline().span(self.role, "train", rollout_id=rollout_id):
                 results = cast(list[TrainResult], await self._run.guard.watch(all_or_first_error(calls)))
             self._warn_if_all_rejected(results[0].metrics_per_step)
+            self._tell_first_step(data_ref.metrics, results[0].metrics_per_step)
             for place, metrics in enumerate(results[0].metrics_per_step):
                 tracking.log(metrics, rollout_id, results[0].step - len(results[0].metrics_per_step) + place + 1)
             if self._closes(rollout_id):
@@ -79,6 +81,13 @@ class TrainGroup:
         shares = [cast(ObjectRef, result.values) for result in results]
         self._run.manager.store.adopt(shares)
         return TrainOutputRef(rollout_id, shares)
+
+    def _tell_first_step(self, rollout: Mapping[str, float], steps: Sequence[Mapping[str, float]]) -> None:
+        """Once, when all of --verify-first-step has passed."""
+        found = {name: value for name, value in {**rollout, **(steps[0] if steps else {})}.items() if name.startswith("verify/")}
+        self._first_step |= found
+        if "verify/logprob_abs_diff" in found:
+            logger.info("%s", first_step_passed(self._first_step, steps[0]["train/ratio_deviation_max"]))
 
     def _warn_if_all_rejected(self, steps: Sequence[Mapping[str, float]]) -> None:
         """Once: such a step moves the weights by nothing but its KL and entropy terms."""
@@ -226,3 +235,21 @@ class TrainGroup:
     async def _all(self, method: str, *args: Any) -> list[Any]:
         calls = [getattr(rank, method)(*args) for rank in self.ranks]
         return await self._run.guard.watch(all_or_first_error(calls))
+
+
+def first_step_passed(found: Mapping[str, float], ratio_deviation: float) -> str:
+    """The closing line of --verify-first-step, from its metrics."""
+    reference, gold = found.get("verify/reference_abs_diff_max"), found.get("verify/gold_answers")
+    parts = [
+        f"{found['verify/tokens_as_written']:.0f} trained tokens are as engines wrote them" if "verify/tokens_as_written" in found else "",
+        f"log-probs of trainer and engines differ by {found['verify/logprob_abs_diff']:.2g} on average, "
+        f"{found['verify/logprob_abs_diff_max']:.2g} at most",
+        "the policy ratio is 1" + (f" to {ratio_deviation:.2g}" if ratio_deviation else ""),
+        "there is no KL to a reference"
+        if reference is None
+        else f"the KL to the reference is 0 (log-probs differ by {reference:.2g} at most)",
+        "gold answers are not tried (no labels, or a reward that is no built-in rule)"
+        if gold is None
+        else f"{gold:.0f} gold answers score 1",
+    ]
+    return f"first step: all passed: {'; '.join(filter(None, parts))}"
