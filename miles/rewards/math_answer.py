@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
-from sympy import Basic, FiniteSet, I, Interval, MatrixBase, Tuple
+from sympy import Basic, Eq, FiniteSet, I, Interval, MatrixBase, Tuple
 from sympy.core.relational import Relational
 
 from miles.types import Sample
@@ -23,6 +23,7 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its ow
 ROUND = ("(", ")")
 RELATIVE_TOLERANCE = 1e-5
 LONGEST_ANSWER = 1000  # characters
+LONGEST_BARE = 200  # characters of a response that is nothing but its answer
 SEARCHED_TAIL = 2000  # characters of a response without a box
 NO_LABEL = frozenset({"", "n/a", "na", "nan", "none", "null", "unknown", "?", "-", "--"})
 
@@ -32,9 +33,10 @@ SHORT_ROOT = re.compile(r"\\sqrt\s*(\[[^\]]*\])?\s*([0-9a-zA-Z])")
 THIN_SPACE = re.compile(r"(?<=\d)\\,(?=\d{3})")
 MIXED = re.compile(r"(-?\d+)\s+(?:(\d+)\s*/\s*(\d+)|(\\frac.*))")
 UNIT = re.compile(r"(-?[\d.,]*\d)\s+(?!(?:sin|cos|tan|cot|sec|csc|log|exp|sqrt|mod|and|or)\b)[A-Za-z]{3,}(?:\s+[A-Za-z]+)*")
-ASSIGNED = re.compile(r"[A-Za-z]\s*=\s*([^=]+)")
+ASSIGNED = re.compile(r"[A-Za-z]\s*=\s*([^=]+)|([^=]+?)\s*=\s*[A-Za-z]")
 WRAPPED_NUMBER = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*\{\s*([-+]?[\d.,]+)\s*\}")
 SCIENTIFIC = re.compile(r"[-+]?\d+(?:\.\d+)?[eE][-+]?\d{1,2}")
+POWER_OF_TEN = re.compile(r"([-+]?\d+(?:\.\d+)?)\s*\\(?:times|cdot)\s*10\s*\^\s*\{?\s*([-+]?\d{1,2})\s*\}?")
 THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)")
 CLOCK = re.compile(r"\d+:\d\d(?::\d\d)?")
@@ -58,7 +60,9 @@ def grade(response: str, label: Any) -> float | None:
         return None
     answer = answer_in(response)
     if answer is None:
-        return float(any(equal(found, gold) for found in _found(response)[:1]))
+        whole = response.rpartition("</think>")[2].strip()
+        bare = len(whole) <= LONGEST_BARE and "\n" not in whole and bool(whole) and equal_text(tidy(whole), gold)
+        return float(bare or any(equal(found, gold) for found in _found(response)[:1]))
     answer = tidy(answer)
     return float(bool(answer) and equal_text(answer, gold))
 
@@ -115,6 +119,8 @@ def tidy(text: str) -> str:
         text = text.rstrip(".").rstrip()
     if SCIENTIFIC.fullmatch(text):
         return f"{Decimal(text):f}"
+    if power := POWER_OF_TEN.fullmatch(text):
+        return f"{Decimal(power[1]).scaleb(int(power[2])):f}"
     return text.replace(",", "") if THOUSANDS.fullmatch(text) else text
 
 
@@ -126,7 +132,7 @@ def _whole_fraction(found: re.Match[str]) -> str:
 def equal_text(answer: str, gold: str) -> bool:
     """Whether two tidy answers mean the same; the cheap and certain ways first."""
     if "=" not in gold and (assigned := ASSIGNED.fullmatch(answer)):
-        answer = tidy(assigned[1])
+        answer = tidy(assigned[1] or assigned[2])
     if _squeezed(answer) == _squeezed(gold):
         return True
     if (mine := _number(answer)) is not None and (wanted := _number(gold)) is not None:
@@ -171,6 +177,9 @@ def numbers_agree(mine: Any, wanted: Any) -> bool:
         return mine.shape == wanted.shape and all(map(numbers_agree, mine.flat(), wanted.flat()))
     if isinstance(mine, FiniteSet) and isinstance(wanted, FiniteSet):
         return len(mine) == len(wanted) and all(any(numbers_agree(a, b) for b in wanted.args) for a in mine.args)
+    mine, wanted = _assigned(mine), _assigned(wanted)
+    if isinstance(mine, Eq) and isinstance(wanted, Eq):
+        return True  # equations may have their terms on either side
     if type(mine) is type(wanted) and isinstance(mine, Tuple | Interval | Relational):
         return len(mine.args) == len(wanted.args) and all(map(numbers_agree, mine.args, wanted.args))
     if not (isinstance(mine, Basic) and isinstance(wanted, Basic)):
@@ -178,6 +187,14 @@ def numbers_agree(mine: Any, wanted: Any) -> bool:
     if not (getattr(mine, "is_number", False) and getattr(wanted, "is_number", False)):
         return True
     return _near(mine, wanted)
+
+
+def _assigned(found: Any) -> Any:
+    """5 of x = 5 and of 5 = x."""
+    if isinstance(found, Eq) and found.lhs.is_Symbol != found.rhs.is_Symbol:
+        value = found.rhs if found.lhs.is_Symbol else found.lhs
+        return value if value.is_number else found
+    return found
 
 
 def _near(mine: Any, wanted: Any) -> bool:

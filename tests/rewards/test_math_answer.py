@@ -239,10 +239,31 @@ i^2 | i^2 | 1
 1+\sqrt{2}, 1-\sqrt{2} | \{1-\sqrt{2},1+\sqrt{2}\} | 1
 (1,2),(3,4) | (3,4),(1,2) | 1
 x=1,y=2 | (1,2) | 1
+6.02e23 | 6.02\times 10^{23} | 1
+6.02e23 | 6.03\times 10^{23} | 0
+6 \cdot 10^3 | 6e3 | 1
+3\times 10^{-3} | 0.003 | 1
+3\times 10^{-3} | 0.03 | 0
+x^2+y^2-1=0 | x^2+y^2=1 | 1
+x+1=y | y=x+1 | 1
+2y=2x+2 | y=x+1 | 1
+y=x | y=-x | 0
+5=x | 5 | 1
+5=x | 6 | 0
+x=\frac{1}{2^{99}} | x=\frac{1}{2^{98}} | 0
+x=0.0000001 | 0.0000002 | 0
+y=10^{-7}x | y=3\cdot 10^{-7}x | 0
 """),
 )
 def test_exponents_the_imaginary_unit_and_lists(response, label, wanted):
     assert grade(response, label) == wanted
+
+
+@pytest.mark.parametrize("answer", ["6e3", "x+1=y", "1,2", r"e^{i\pi}", r"\frac12", "(1,2]", "x=5"])
+def test_a_response_that_is_nothing_but_its_answer_needs_no_mark(answer):
+    assert grade(answer, answer) == 1.0
+    assert grade(f"<think>9</think>\n{answer}\n", answer) == 1.0
+    assert grade(answer, "17") == 0.0
 
 
 @pytest.mark.case("C15")
