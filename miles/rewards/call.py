@@ -13,6 +13,7 @@ from typing import Any
 from miles.config.reward import RewardSection
 from miles.plugins import load
 from miles.rewards.daemon_thread import CallLate, DaemonThreads
+from miles.rewards.failure import text_of
 from miles.rewards.pool import LimitError, PoolSpec, RewardPool, WorkerDiedError
 from miles.types import Sample
 
@@ -32,6 +33,7 @@ BUILTIN = {
     "reasoning_gym": "miles.rewards.reasoning_gym.ReasoningGym",
 }
 
+LARGEST = 3.4e38
 Scored = tuple[float | None, dict[str, float]]
 """A reward and its details."""
 
@@ -117,8 +119,10 @@ class RewardCall:
     async def _contained(self, sample: Sample) -> Any:
         try:
             return await self._function(sample)
-        except SystemExit as error:  # would end the event loop, and with it everybody's work
-            raise RuntimeError(f"the reward called for an exit: SystemExit: {error}") from error
+        except (Exception, asyncio.CancelledError, GeneratorExit):
+            raise
+        except BaseException as error:  # would end the event loop, and with it everybody's work
+            raise RuntimeError(f"the reward called for an exit: {text_of(error)}") from error
 
     async def _within_limit(self, call: Coroutine[Any, Any, Any]) -> Any:
         """Unlike asyncio.wait_for, does not wait for a call that ignores its cancellation."""
@@ -159,4 +163,6 @@ def read(outcome: Any) -> Scored:
     reward = float(outcome)
     if not math.isfinite(reward):
         raise ValueError(f"the reward is {reward}, not a finite number")
+    if abs(reward) > LARGEST:
+        raise ValueError(f"the reward is {reward:g}, which no float32 can hold")
     return reward, {}

@@ -12,6 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from miles.rewards.failure import text_of
+
 MOST_AT_ONCE = 32
 PATIENCE = 0.001
 """Seconds in which no call was begun, while some wait, after which each of them gets a thread of its own."""
@@ -171,7 +173,7 @@ class DaemonThreads:
 
 
 def _carried(error: BaseException) -> BaseException:
-    """A future takes no StopIteration, and asyncio lets the two that end a process out of its loop."""
-    if isinstance(error, StopIteration | SystemExit | KeyboardInterrupt):
-        return RuntimeError(f"the reward called for an exit: {type(error).__name__}: {error}").with_traceback(error.__traceback__)
+    """A future takes no StopIteration, asyncio lets those that end a process out of its loop, and no reward may end more than itself."""
+    if isinstance(error, StopIteration) or not isinstance(error, Exception):
+        return RuntimeError(f"the reward called for an exit: {text_of(error)}").with_traceback(error.__traceback__)
     return error

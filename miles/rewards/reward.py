@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from miles.config.reward import RewardSection, parts_of
 from miles.rewards.call import GaveUpError, RewardCall, Scored
+from miles.rewards.failure import text_of
 from miles.rewards.pool import FunctionError
 from miles.types import PromptGroup, Sample
 
@@ -108,7 +109,7 @@ class RewardScorer:
         self.num_failed += 1
         sample.reward, sample.reward_details = None, {}
         told = isinstance(error, FunctionError | GaveUpError)
-        what = str(error) if told else f"{type(error).__name__}: {error}"
+        what = str(error) if told else text_of(error)
         sample.error = f"reward {part}: {what}"
         report = error.report if isinstance(error, FunctionError | GaveUpError) else "".join(traceback.format_exception(error))
         message = f"reward {part!r} failed on sample {sample.sample_index} (group {sample.group_index}): {what}"

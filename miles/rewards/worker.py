@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from miles.plugins import load
+from miles.rewards.failure import text_of
 from miles.rewards.frames import receive, send
 from miles.types import Sample  # here, not at the first sample: its import is not to count against that sample's limit
 
@@ -59,17 +60,30 @@ def _load(path: str, args: Any) -> Any:
 
 
 def _call(function: Any, sample: Sample) -> bytes:
+    worker = os.getpid()
     try:
-        return pickle.dumps(("value", function(sample), ""))
+        value = function(sample)
+        if os.getpid() != worker:
+            os._exit(0)  # a child that the function forked and forgot: the answer is its parent's
+        return _pickled(value)
     except BaseException as error:  # sys.exit() in a reward is a failure of that reward
+        if os.getpid() != worker:
+            os._exit(1)
         frames = traceback.extract_tb(error.__traceback__)[1:]
         report = "Traceback (most recent call last):\n" + "".join(traceback.format_list(frames) + traceback.format_exception_only(error))
         return pickle.dumps(("error", _short(error), report))
 
 
+def _pickled(value: Any) -> bytes:
+    try:
+        return pickle.dumps(("value", value, ""))
+    except Exception as error:  # a generator, a coroutine, a table without a bottom
+        raise TypeError(f'it returned a {type(value).__name__}, not a number or a table with "reward"') from error
+
+
 def _short(error: BaseException) -> str:
     hint = " (--reward-memory-gb limits what it may take)" if isinstance(error, MemoryError) else ""
-    return f"{type(error).__name__}: {error}{hint}"
+    return text_of(error) + hint
 
 
 def _end_with_parent(life_fd: int, parent: int) -> None:

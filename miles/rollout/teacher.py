@@ -15,6 +15,8 @@ TRIES = 3
 """Servers asked for one sample, one after another; the same one again where there is no other."""
 PROBED = 256
 """Tokens whose text is compared at the start."""
+FEW = 0.05
+"""Of them may look different: libraries do not agree on the text of special tokens."""
 
 
 class Teacher:
@@ -42,12 +44,14 @@ class Teacher:
                 entries = (await self._ask(client, ids, 0, texts=True))[1:]
         except (OSError, ServerRefused, KeyError, TypeError) as error:
             raise ValueError(f"--teacher-urls: {client.url} does not score tokens: {type(error).__name__}: {error}") from error
-        for own, (_, token, text) in zip(ids[1:], entries, strict=True):
-            if token != own or text != self._tokenizer.decode([own]):
-                raise ValueError(
-                    f"--teacher-urls: the teacher at {client.url} has another tokenizer than --hf-checkpoint: "
-                    f"token {own} is {text!r} there, and {self._tokenizer.decode([own])!r} here"
-                )
+        texts = [(own, text or "", self._tokenizer.decode([own])) for own, (_, _, text) in zip(ids[1:], entries, strict=True)]
+        different = [(own, theirs, ours) for own, theirs, ours in texts if theirs.strip() != ours.strip()]
+        if len(different) > FEW * len(texts):
+            own, theirs, ours = different[0]
+            raise ValueError(
+                f"--teacher-urls: the teacher at {client.url} has another tokenizer than --hf-checkpoint: of {len(texts)} tokens "
+                f"{len(different)} are others, such as {own}, {theirs!r} there, and {ours!r} here"
+            )
 
     async def score(self, sample: Sample) -> None:
         """Fill in sample.teacher_logprobs: [response tokens], each given all tokens before it.

@@ -9,7 +9,7 @@ import psutil
 import pytest
 import pytest_asyncio
 import torch
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from miles.config.run_config import RunConfig
 from miles.engines.embedded.engine import EmbeddedEngine
@@ -562,12 +562,12 @@ async def test_a_scheduler_that_hangs_is_found_though_its_server_answers(engine:
     assert (await engine.health()).stuck_seconds == 0
 
 
-async def test_a_server_is_a_teacher(engine: Engine, trainer: Trainer, checkpoint: str) -> None:
+async def test_a_server_is_a_teacher(engine: Engine, trainer: Trainer, tokenizer) -> None:
     """Log-probs of given tokens are those of a fresh forward pass, whatever the server has cached by then."""
     if not isinstance(engine, SGLangEngine):
         return  # only a server can be asked from elsewhere
     assert engine._server is not None
-    teacher = Teacher([engine._server.url], AutoTokenizer.from_pretrained(checkpoint), 60)
+    teacher = Teacher([engine._server.url], tokenizer, 60)
     try:
         await teacher.check()
         rng = np.random.default_rng(0)

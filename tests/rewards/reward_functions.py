@@ -56,6 +56,48 @@ def exits(sample):
     sys.exit(3)
 
 
+def forks_and_forgets(sample):
+    """Its child goes on in the worker's loop."""
+    return float(os.fork() != 0)
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+def mute(sample):
+    raise Mute
+
+
+class Unlike(BaseException):
+    pass
+
+
+def unlike(sample):
+    raise Unlike("nothing that one would catch")
+
+
+async def unlike_async(sample):
+    raise Unlike("nothing that one would catch")
+
+
+def beyond_float32(sample):
+    return 1e300
+
+
+def digits(sample):
+    return 10**400
+
+
+def generator(sample):
+    yield 1.0
+
+
+async def async_generator(sample):
+    yield 1.0
+
+
 def text(sample):
     return "good"
 

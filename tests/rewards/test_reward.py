@@ -54,6 +54,13 @@ async def test_a_table_gives_details_and_none_is_unscored(scorer, answer, worker
         ("exits", "SystemExit: 3"),
         ("text", "could not convert string to float: 'good'"),
         ("nan", "not a finite number"),
+        ("mute", "Mute, whose text cannot be had"),
+        ("unlike", "Unlike: nothing that one would catch"),
+        ("unlike_async", "Unlike: nothing that one would catch"),
+        ("beyond_float32", "1e+300, which no float32 can hold"),
+        ("digits", "int too large to convert to float"),
+        ("generator", "generator"),
+        ("async_generator", "async_generator"),
         ("hang_async", "took longer than --reward-timeout 1 s"),
     ],
 )
@@ -78,6 +85,15 @@ async def test_a_bad_reward_meets_the_policy(scorer, answer, function, reason):
     assert sample.reward is None
     assert reason in (sample.error or "")
     assert (lenient.num_failed, lenient.num_unscored) == (1, 1)
+
+
+async def test_the_child_of_a_reward_that_forks_answers_nobody(scorer, answer):
+    """Or the next sample would get its answer."""
+    each = scorer("reward_functions.forks_and_forgets", reward_timeout=60, reward_workers=1)
+    samples = [answer("x") for _ in range(4)]
+    for sample in samples:
+        await each.score(sample)
+    assert [sample.reward for sample in samples] == [1.0] * 4
 
 
 async def test_what_hangs_or_dies_is_replaced_and_nobody_else_loses(scorer, answer, tmp_path):
