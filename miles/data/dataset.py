@@ -202,6 +202,8 @@ def read_row(tokenizer: Any | None, origin: str, value: Any, args: DataSection) 
         metadata = _metadata(plain(value.get(field)))
     except ValueError as error:
         raise ValueError(f"field {field!r}: {error}") from None
+    except RecursionError:
+        raise ValueError(f"field {field!r}: nested too deeply") from None
     shown = prompt if isinstance(prompt, str) else as_messages(prompt)
     return text, PromptRow(shown, [], plain(value.get(args.label_key)), metadata, tools, origin)
 

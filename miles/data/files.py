@@ -112,9 +112,20 @@ def _bare(raw: bytes, place: int) -> bytes:
 
 def _parsed(line: bytes) -> Any:
     try:
-        return json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:  # also text that is no UTF-8, and numbers too long to be read
         return ValueError(f"not JSON: {error}")
+    return _as_text(value) if b"\\ud" in line.lower() else value
+
+
+def _as_text(row: Any) -> Any:
+    """The row; or why not, where an escape in it is half of a character, which no tokenizer and no file takes."""
+    for field, value in row.items() if isinstance(row, dict) else ():
+        try:
+            json.dumps([field, value], ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            return ValueError(f"field {field!a}: not text: {error}")
+    return row
 
 
 class Json:
@@ -129,12 +140,12 @@ class Json:
     def __iter__(self) -> Iterator[Found]:
         try:
             rows = json.loads(self._path.read_bytes().removeprefix(b"\xef\xbb\xbf"))
-        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{self._path}: not JSON: {error}") from None
         if not isinstance(rows, list):
             raise ValueError(f"{self._path}: a {kind(rows)}, not a list of rows (one object a line is .jsonl)")
         for place, row in enumerate(rows):
-            yield Found(f"row {place + 1}", row, place)
+            yield Found(f"row {place + 1}", _as_text(row), place)
 
 
 class Parquet:

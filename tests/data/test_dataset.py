@@ -70,6 +70,10 @@ def test_mixed_forms_and_missing_fields(tokenizers, tmp_path):
         ('{"prompt": "x", "metadata": "{"}\n', "field 'metadata': text that is not JSON"),
         ('{"prompt": "x\x00"\n', "not JSON"),
         ("[" * 100000 + "\n", "not JSON"),
+        ('{"prompt": "a\\ud800b"}\n', "field 'prompt': not text: .*surrogates not allowed"),
+        ('{"prompt": "a", "label": {"x": "\\uDC00"}}\n', "field 'label': not text"),
+        ('{"prompt": "a", "label": ' + "9" * 5000 + "}\n", "not JSON: Exceeds the limit"),
+        ('{"prompt": "a", "metadata": ' + '{"a":' * 900 + "1" + "}" * 901 + "\n", "field 'metadata': nested too deeply"),
     ],
     ids=lambda value: value[:30],
 )

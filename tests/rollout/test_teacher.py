@@ -113,7 +113,7 @@ async def test_another_tokenizer_and_a_server_that_is_not_there_are_refused_at_t
     servers[1][0].tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     servers[1][0].tokenizer.decode = lambda ids: "x"  # type: ignore[method-assign]
     with pytest.raises(
-        ValueError, match=rf"--teacher-urls: the teacher at {servers[1][1].rstrip('/')} has another tokenizer .*255 are others.*'x' there"
+        ValueError, match=rf"--teacher-urls: the teacher at {servers[1][1].rstrip('/')} has another tokenizer .*254 are others.*'x' there"
     ):
         await teacher.check()
     gone = Teacher(["http://127.0.0.1:9"], servers[0][0].tokenizer, 20)
