@@ -47,7 +47,10 @@ class Run:
         flags += ["--num-engines", "2", "--num-rollout", "1000000", "--no-save-on-signal", "--eval-interval", "1000000"]
         flags += ["--device", options.device, *options.more]
         flags += ["--api-server-port", str(port), "--mini-ft-controller", *(part for pair in HEALING.items() for part in pair)]
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "OMP_NUM_THREADS": "1",
+        }
         self.log = (folder / "log").open("w+")
         self.folder, self.url = folder / "recovery", f"http://127.0.0.1:{port}"
         self.process = subprocess.Popen(

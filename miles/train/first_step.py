@@ -27,7 +27,8 @@ class Noise(NamedTuple):
 
 
 NOISE = {"float32": Noise(1e-4, 5e-3), "bfloat16": Noise(0.05, 1.5)}
-"""By --dtype: well above what an engine and a trainer of equal weights differ by (random:tiny: 4e-7 and 4e-3 on average)."""
+"""By --dtype: well above what an engine and a trainer of equal weights differ by: random:tiny by 4e-7 and 4e-3 on average, a Qwen3 of 0.6 B
+with peaked logits in bfloat16 on a GPU by 0.01 on average and 0.5 at most."""
 SAMPLES = 4
 """Samples of a rank that are looked at more closely once something is wrong."""
 

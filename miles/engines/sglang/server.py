@@ -111,11 +111,13 @@ class Server:
         return self._process.pid
 
     def check(self) -> None:
-        """Raises ServerGone, with the end of its log, when the process has ended."""
+        """Raises ServerGone, with the end of its log, when the process has ended; what it left behind is removed."""
         code = self._process.poll()
         if code is not None:
+            tail = self.tail()
+            self.kill()
             how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            raise ServerGone(f"the SGLang server has ended ({how}). Its log is {self.log_path}; the last lines:\n{self.tail()}")
+            raise ServerGone(f"the SGLang server has ended ({how}). Its log is {self.log_path}; the last lines:\n{tail}")
 
     async def ready(self, client: Client, timeout: float) -> None:
         """Wait until it answers.

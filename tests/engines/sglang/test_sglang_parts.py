@@ -91,11 +91,11 @@ async def test_a_server_that_ends_at_once_is_an_error_with_the_end_of_its_log(tm
     try:
         with pytest.raises(ServerGone, match=r"exit code 1.*server\.log(.|\n)*No module named 'sglang'"):
             await server.ready(client, 120)
+        assert not server._scratch.exists(), "what a server leaves behind goes when it is found to have ended"
     finally:
         await client.close()
         server.kill()
         server.kill()
-    assert not server._scratch.exists()
     with pytest.raises(ServerGone):
         server.check()
 
