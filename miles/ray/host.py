@@ -83,6 +83,7 @@ class Host:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._running: dict[int, tuple[str, float, Any]] = {}  # method, since (wall clock), its coroutine where it has one
         self._calls = 0
+        self._is_async: dict[str, bool] = {}  # method -> whether it runs on the event loop
 
     async def construct(self, cls: str, kwargs: Mapping[str, Any]) -> None:
         """Load the class and build it, on the compute thread."""
@@ -101,10 +102,12 @@ class Host:
         function = getattr(self._worker, method, None)
         if function is None:
             raise AttributeError(f"worker {self.name} ({type(self._worker).__name__}) has no method {method!r}")
+        if method not in self._is_async:
+            self._is_async[method] = inspect.iscoroutinefunction(function)
         token = caller.set(self.name)
         self._calls += 1
         number = self._calls
-        coroutine = function(*args, **kwargs) if inspect.iscoroutinefunction(function) else None
+        coroutine = function(*args, **kwargs) if self._is_async[method] else None
         self._running[number] = (method, time.time(), coroutine)
         try:
             if coroutine is not None:

@@ -103,12 +103,13 @@ class WorkerHandle:
         assert task is not None
         before, giving_up = task.cancelling(), list[asyncio.Future[str]]()
         # No task of its own for the call: there is one for every request of a run.
+        call = Call(self._name, method, time.time())
+        _waiting[id(call)] = caller.get(), call
         timer = asyncio.get_running_loop().call_later(
             limit.seconds, lambda: giving_up.append(asyncio.ensure_future(self._stacks_then_cancel(task)))
         )
         try:
-            with waiting(self._name, method):
-                return await self._channel.call(method, args, kwargs)
+            return await self._channel.call(method, args, kwargs)
         except asyncio.CancelledError:
             if not giving_up or not giving_up[0].done() or task.uncancel() > before:
                 raise
@@ -119,6 +120,7 @@ class WorkerHandle:
                 f"What that worker was doing:\n{giving_up[0].result()}"
             ) from None
         finally:
+            del _waiting[id(call)]
             timer.cancel()
             for stacks in giving_up:
                 stacks.cancel()

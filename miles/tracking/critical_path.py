@@ -36,10 +36,10 @@ class Span:
     start: float
     end: float = float("inf")
     args: dict[str, Any] = field(default_factory=dict)
+    rollout_id: int = field(init=False)  # -1: of none
 
-    @property
-    def rollout_id(self) -> int:
-        return int(self.args.get("rollout_id", -1))
+    def __post_init__(self) -> None:
+        self.rollout_id = int(self.args.get("rollout_id", -1))
 
     @property
     def background(self) -> bool:

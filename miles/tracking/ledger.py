@@ -28,6 +28,9 @@ STAGES = {TAKEN: "in flight", "finished": "finished", "drained": "drained"}
 """Event -> where an open group is from then on."""
 
 
+_text = json.JSONEncoder(default=str).encode
+
+
 class LedgerError(RuntimeError):
     """A group would be lost or used twice: a fault of the producer, with the numbers."""
 
@@ -113,7 +116,7 @@ class Ledger:
             for number, group_index in enumerate(group_indices, self.next_number)
         ]
         self.next_number += len(lines)
-        os.write(self._file, "".join(json.dumps(line, default=str) + "\n" for line in lines).encode())
+        os.write(self._file, "".join(_text(line) + "\n" for line in lines).encode())
         known = len(self.books.faults)
         for line in lines:
             self.books.add(line)

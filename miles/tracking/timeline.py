@@ -12,7 +12,7 @@ from miles.tracking.critical_path import Arrival, Span, critical_path
 from miles.tracking.intervals import Interval, total, union, without
 from miles.tracking.trace_file import TraceFile
 
-KEPT_SPANS = 256  # in memory, for step_metrics; the file has all
+KEPT_SPANS = 64  # in memory, for step_metrics; the file has all
 KEPT_ARRIVALS = 16  # batches whose groups' times are remembered
 MOST_ARROWS = 16  # groups of a batch that get an arrow, spread over it
 

@@ -35,6 +35,7 @@ class TraceFile:
         self._end = self._length = 0  # where the next event goes; bytes of the file
         self._rows = {event["args"]["name"]: event["tid"] for event in earlier if event.get("name") == "thread_name"}
         self._slices: dict[int, deque[Interval]] = {}
+        self._ends: dict[int, float] = {}  # row -> where the last of its slices ends
         self._arrows = max((int(event["id"]) for event in earlier if event.get("ph") in ("s", "t", "f")), default=0)
         self._new: list[Event] = [_cut_off(event, earlier) if event.get("ph") == "B" else event for event in earlier]
         self.write()
@@ -42,6 +43,7 @@ class TraceFile:
     def slice(self, worker: str, name: str, interval: Interval, args: dict[str, Any]) -> None:
         row = self._row(worker, interval)
         self._slices[row].append(interval)
+        self._ends[row] = max(self._ends.get(row, 0.0), interval[1])
         start, end = round(interval[0] * 1e6), round(interval[1] * 1e6)
         self._new.append({"name": name, "ph": "X", "pid": 1, "tid": row, "ts": start, "dur": end - start, "args": args})
 
@@ -95,9 +97,10 @@ class TraceFile:
             if name not in self._rows:
                 self._rows[name] = len(self._rows) + 1
                 self._new.append({"name": "thread_name", "ph": "M", "pid": 1, "tid": self._rows[name], "args": {"name": name}})
-            known = self._slices.setdefault(self._rows[name], deque(maxlen=_REMEMBERED))
-            if all(_fits(interval, other) for other in known):
-                return self._rows[name]
+            row = self._rows[name]
+            known = self._slices.setdefault(row, deque(maxlen=_REMEMBERED))
+            if interval[0] >= self._ends.get(row, 0.0) or all(_fits(interval, other) for other in known):
+                return row
             number += 1
 
     def _row_at(self, worker: str, moment: float) -> int:
@@ -111,8 +114,7 @@ def _fits(one: Interval, other: Interval) -> bool:
     return b <= c or d <= a or (a <= c and d <= b) or (c <= a and b <= d)
 
 
-def _text(event: Event) -> str:
-    return json.dumps(event, default=str)
+_text = json.JSONEncoder(default=str).encode
 
 
 def _cut_off(event: Event, events: Sequence[Event]) -> Event:
