@@ -16,6 +16,7 @@ import transformers
 def machine(device: str) -> dict[str, Any]:
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()}, {os.cpu_count()} cores",
+        "load": f"{os.getloadavg()[0]:.1f}",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),

@@ -19,6 +19,10 @@ PATIENCE = 0.001
 """Seconds in which no call was begun, while some wait, after which each of them gets a thread of its own."""
 
 
+SPACING = 0.002
+"""Seconds between two times that a thread is woken: calls that come meanwhile go to it together."""
+
+
 class CallLate(Exception):
     """The function has not returned within its limit, and is left to itself."""
 
@@ -56,6 +60,7 @@ class DaemonThreads:
         self._running: dict[_Call, None] = {}  # in the order of their beginning
         self._ended: deque[_Call] = deque()
         self._telling = False  # the loop is about to look at what has ended
+        self._woken = 0.0  # when a thread was last called for, of the loop's clock
         self._begun = 0  # calls so far
         self._begun_before = 0  # as the last look saw it
         self._timer: asyncio.TimerHandle | None = None
@@ -64,11 +69,12 @@ class DaemonThreads:
     async def run(self, function: Callable[..., Any], *args: Any, limit: float) -> Any:
         """Raises what the function raises, and CallLate `limit` seconds after its beginning. Cancelled or late, it is left to itself."""
         call = _Call(function, args, limit, self._loop.create_future())
+        now = self._loop.time()
         with self._lock:
             self._waiting.append(call)
-            if self._working == 0:
+            if self._working == 0 and now - self._woken >= SPACING:
                 self._add_thread()
-        soon = self._loop.time() + PATIENCE
+        soon = max(now + PATIENCE, self._woken + SPACING) if self._working == 0 else now + PATIENCE
         if self._timer is None or self._timer.when() > soon:
             self._look_at(soon)
         return await call.outcome
@@ -95,7 +101,9 @@ class DaemonThreads:
             self._working -= len(late)
             held_up = self._begun == self._begun_before
             self._begun_before = self._begun
-            if self._waiting and (held_up or self._working == 0):
+            if self._waiting and self._working == 0:
+                self._add_thread()
+            elif self._waiting and held_up:
                 for _ in range(min(len(self._waiting), MOST_AT_ONCE - self._working)):
                     self._add_thread()
             ends = [call.begun + call.limit for call in self._running]
@@ -114,6 +122,7 @@ class DaemonThreads:
 
     def _add_thread(self) -> None:
         self._working += 1
+        self._woken = self._loop.time()
         if self._idle:
             self._idle.pop().wake.put(None)
         else:

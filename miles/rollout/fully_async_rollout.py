@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import floor
 
@@ -20,6 +21,11 @@ from miles.rollout.verdicts import TIMING, GroupFailed
 from miles.types import PromptGroup, RolloutOutput
 
 logger = logging.getLogger(__name__)
+
+BUNCHES = 4
+"""In so many bunches a batch is started, at most."""
+FLYING_BUNCHES = 2
+"""While as many are in flight, fewer groups than a bunch are not started yet."""
 
 
 @dataclass(slots=True)
@@ -60,6 +66,7 @@ class FullyAsyncRollout:
         self.places = args.max_concurrent_groups or max(context.num_engines * args.engine_max_running // args.n_samples_per_prompt, 1)
         self.buffer = GroupBuffer(capacity=max(floor(args.buffer_factor * args.rollout_batch_size), 1))
         self.flights: dict[int, Flight] = {}  # group index -> flight
+        self.started: Counter[int] = Counter()  # version -> flights of it
         self.tasks: set[asyncio.Task[None]] = set()
         self.pacing: Pacing | None = None  # from the first get on
         self.drained: dict[int, list[int]] = {}  # rollout id -> its group indices
@@ -91,9 +98,9 @@ class FullyAsyncRollout:
             self.getting = False
         return self._drained(rollout_id, batch, pacing)
 
-    def _awaited(self) -> list[int]:
-        """Start versions of the groups in flight that a rollout waits for when it is the last that may train them."""
-        return [] if self.args.staleness_policy == "keep" else [flight.version for flight in self.flights.values()]
+    def _awaited(self) -> Mapping[int, int]:
+        """Start version -> groups in flight that a rollout waits for when it is the last that may train them."""
+        return {} if self.args.staleness_policy == "keep" else self.started
 
     def set_weight_version(self, version: int) -> None:
         if self.pacing is not None:
@@ -132,21 +139,29 @@ class FullyAsyncRollout:
         pacing = self.pacing
         if pacing is None or self.closed or self.failure is not None:
             return
-        awaited = pacing.batch_size if self.getting else 0
-        while (
-            len(self.flights) + self.buffer.overflow(awaited) < self.places
-            and len(self.buffer.waiting) < self.buffer.capacity + awaited
-            and pacing.room(len(self.flights) + len(self.buffer.waiting)) > 0
-        ):
+        for _ in range(self._startable(pacing)):
             group = self.context.data.take()
             self.no_more_data = group is None
             if group is None:
                 break
             self.context.ledger.note("taken", group.group_index, prompt=group.prompt_index, epoch=group.epoch, attempt=group.attempt)
             self.flights[group.group_index] = Flight(group, pacing.version)
+            self.started[pacing.version] += 1
             task = asyncio.ensure_future(self._fly(group.group_index))
             self.tasks.add(task)
             task.add_done_callback(self._landed)
+
+    def _startable(self, pacing: Pacing) -> int:
+        """Groups that may be started now. A few wait for more, while many others are in flight: engines answer short requests much
+        faster when they come together."""
+        waiting, flying, awaited = len(self.buffer.waiting), len(self.flights), pacing.batch_size if self.getting else 0
+        room = min(
+            self.places - flying - self.buffer.overflow(awaited),
+            pacing.room(flying + waiting),
+            self.places if waiting < self.buffer.capacity + awaited else 0,
+        )
+        bunch = min(pacing.batch_size, self.places) // BUNCHES
+        return 0 if room < bunch and flying >= FLYING_BUNCHES * bunch else room
 
     async def _fly(self, index: int) -> None:
         """One draw, with its retries, until it is in the buffer, refused, or given up."""
@@ -160,13 +175,20 @@ class FullyAsyncRollout:
                 if not verdicts.retries(group, failure, flight.kept if failure.kind in TIMING else 0):
                     break
                 assert self.pacing is not None
+                self._count_out(flight)
                 flight.go_on(failure, self.pacing.version)
+                self.started[flight.version] += 1
                 continue
             context.data.note_scored(group)
             if verdicts.passes(group):
                 self.buffer.put(group, flight.version)
             break
-        del self.flights[index]
+        self._count_out(self.flights.pop(index))
+
+    def _count_out(self, flight: Flight) -> None:
+        self.started[flight.version] -= 1
+        if not self.started[flight.version]:
+            del self.started[flight.version]
 
     def _landed(self, task: asyncio.Task[None]) -> None:
         self.tasks.discard(task)
@@ -208,7 +230,8 @@ class FullyAsyncRollout:
                     continue
             if self.context.verdicts.too_old(group, lag):
                 self.context.data.give_back(group)
-        self.buffer.waiting[:0] = trimmed
+        if trimmed:
+            self.buffer.put_first(trimmed)
 
     def _drained(self, rollout_id: int, batch: list[PromptGroup], pacing: Pacing) -> RolloutOutput:
         batch.sort(key=lambda group: group.group_index)
@@ -238,4 +261,5 @@ class FullyAsyncRollout:
         self.closed = True
         await cut_off(list(self.tasks))
         self.flights.clear()
+        self.started.clear()
         self.buffer.waiting.clear()

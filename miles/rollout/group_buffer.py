@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -26,11 +26,19 @@ class GroupBuffer:
 
     capacity: int
     waiting: list[Finished] = field(default_factory=list)
+    _oldest: int = -1  # no version in it is older; saves a look at all of them after every event
 
     def put(self, group: PromptGroup, started_version: int) -> None:
         """`started_version` stands in where a group holds no token at all."""
         oldest = group.oldest_version
-        self.waiting.append(Finished(group, oldest if oldest >= 0 else started_version))
+        version = oldest if oldest >= 0 else started_version
+        self.waiting.append(Finished(group, version))
+        self._oldest = min(self._oldest, version)
+
+    def put_first(self, entries: list[Finished]) -> None:
+        """Those go out before all others."""
+        self.waiting[:0] = entries
+        self._oldest = -1
 
     def overflow(self, awaited: int) -> int:
         """Groups beyond the capacity, which still hold their places in flight. `awaited`: what a waiting get will take."""
@@ -39,19 +47,22 @@ class GroupBuffer:
     def take_stale(self, pacing: Pacing) -> list[Finished]:
         """Remove and return the groups whose oldest token lags more than max_staleness behind the current version."""
         oldest_allowed = pacing.version - pacing.max_staleness
+        if self._oldest >= oldest_allowed:
+            return []
         stale = [entry for entry in self.waiting if entry.version < oldest_allowed]
         if stale:
             self.waiting = [entry for entry in self.waiting if entry.version >= oldest_allowed]
+        self._oldest = min((entry.version for entry in self.waiting), default=pacing.version)
         return stale
 
-    def take_batch(self, pacing: Pacing, running: Iterable[int]) -> list[PromptGroup] | None:
+    def take_batch(self, pacing: Pacing, running: Mapping[int, int]) -> list[PromptGroup] | None:
         """Remove and return the groups of the next rollout, or None while it must wait (see pacing).
 
-        `running`: the version under which each group in flight was started.
+        `running`: version -> groups in flight that were started under it.
         """
         if len(self.waiting) < pacing.batch_size:
             return None
-        places = pacing.choose([entry.version for entry in self.waiting], list(running))
+        places = pacing.choose([entry.version for entry in self.waiting], running)
         if places is None:
             return None
         chosen = set(places)

@@ -26,8 +26,10 @@ the run's last rollout.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 
 @dataclass(slots=True)
@@ -59,32 +61,44 @@ class Pacing:
         """Groups that may be started now."""
         return self.batch_size * (self.deadline(self.version) + 1 - self.next_rollout) - undrained
 
-    def choose(self, finished: Sequence[int], running: Sequence[int]) -> list[int] | None:
+    def choose(self, finished: Sequence[int], running: Mapping[int, int]) -> list[int] | None:
         """Which finished groups the next rollout takes.
 
         Args:
             finished: oldest version of each finished group, earliest finished first; none of them stale.
-            running: version under which each group in flight was started.
+            running: version -> groups in flight that were started under it.
 
         Returns:
             Places in `finished`, ascending, batch_size of them; None while groups it needs are not finished.
         """
         if len(finished) < self.batch_size:
             return None
-        deadlines = [self.deadline(version) for version in finished]
-        undrained = sorted([*deadlines, *(late for version in running if (late := self.deadline(version)) >= self.next_rollout)])
-        chosen: list[int] = []
-        taken = [False] * len(finished)
-        for position, due in enumerate(undrained):
-            if position + 1 < len(undrained) and undrained[position + 1] == due:
-                continue  # count whole classes of one deadline
-            must = min(position + 1 - self.batch_size * (due - self.next_rollout), self.batch_size)
-            have = sum(deadlines[place] <= due for place in chosen)
-            candidates = [place for place, deadline in enumerate(deadlines) if deadline <= due and not taken[place]] if must > have else []
-            if len(candidates) < must - have:
+        due = {version: self.deadline(version) for version in {*finished, *running}}
+        have, undrained = Counter[int](), Counter[int]()
+        for version, count in Counter(finished).items():
+            have[due[version]] += count
+            undrained[due[version]] += count
+        for version, count in running.items():
+            if due[version] >= self.next_rollout:
+                undrained[due[version]] += count
+        must: dict[int, int] = {}  # deadline -> how many of this and earlier deadlines must be taken now
+        ended = left = most = 0
+        for deadline in sorted(undrained):
+            ended, left = ended + have[deadline], left + undrained[deadline]
+            most = must[deadline] = max(most, min(left - self.batch_size * (deadline - self.next_rollout), self.batch_size))
+            if ended < most:
                 return None
-            for place in candidates[: max(must - have, 0)]:
+        return self._earliest([due[version] for version in finished], must)
+
+    def _earliest(self, deadlines: Sequence[int], must: Mapping[int, int]) -> list[int]:
+        """The earliest finished that leave every class of deadlines as few as `must` asks for; the rest in order."""
+        chosen: list[int] = []
+        taken = [False] * len(deadlines)
+        for due, least in [*must.items(), (max(must), self.batch_size)]:
+            if len(chosen) >= least:
+                continue
+            own = (place for place, deadline in enumerate(deadlines) if deadline <= due and not taken[place])
+            for place in list(islice(own, least - len(chosen))):
                 taken[place] = True
                 chosen.append(place)
-        rest = [place for place in range(len(finished)) if not taken[place]]
-        return sorted(chosen + rest[: self.batch_size - len(chosen)])
+        return sorted(chosen)

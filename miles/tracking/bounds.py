@@ -14,6 +14,7 @@ takes B L / N; L is split into its generated and its scored part.
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -131,12 +132,29 @@ class Change:
     model: StepModel
 
 
-def changes(model: StepModel, args: RunConfig) -> list[Change]:
+def place_of_its_own(args: RunConfig, cores: int, threads: int | None) -> str:
+    """What one more worker would need: it gives nothing on devices that the run has taken already.
+
+    Args:
+        cores: those of the host.
+        threads: of the worker.
+    """
+    if args.device == "cuda":
+        return " on a GPU of its own"
+    if args.ray_address:
+        return ""  # a cluster may have more
+    taken = args.num_engines * (args.engine_threads or 1) + args.num_trainers * (args.trainer_threads or 1)
+    return "" if cores - taken >= (threads or 1) else f" on cores of its own (the run has taken all {cores} of this host)"
+
+
+def changes(model: StepModel, args: RunConfig, cores: int) -> list[Change]:
     """What could be changed about what bounds the run, the most direct first."""
+    engine = f"one more engine{place_of_its_own(args, cores, args.engine_threads)}"
+    trainer = f"one more trainer{place_of_its_own(args, cores, args.trainer_threads)}"
     found = {
-        "generation": [Change("one more engine", replace(model, generation=model.generation * args.num_engines / (args.num_engines + 1)))],
+        "generation": [Change(engine, replace(model, generation=model.generation * args.num_engines / (args.num_engines + 1)))],
         "reward": [Change("a reward twice as fast", replace(model, reward=model.reward / 2))],
-        "training": [Change("one more trainer", replace(model, training=model.training * args.num_trainers / (args.num_trainers + 1)))],
+        "training": [Change(trainer, replace(model, training=model.training * args.num_trainers / (args.num_trainers + 1)))],
         "publish": [Change(f"--update-weights-interval {2 * args.update_weights_interval}", replace(model, publish=model.publish / 2))],
         "eval": [Change(f"--eval-interval {2 * (args.eval_interval or 1)}", replace(model, eval=model.eval / 2))],
         "save": [Change(f"--save-interval {2 * (args.save_interval or 1)}", replace(model, save=model.save / 2))],
@@ -159,8 +177,8 @@ class Diagnosis:
     speedup: float
 
 
-def diagnose(model: StepModel, args: RunConfig) -> Diagnosis:
-    """Example sentence: bound by generation: 2.3x training; one more engine would give up to 1.8x."""
+def diagnose(model: StepModel, args: RunConfig, cores: int) -> Diagnosis:
+    """Example sentence: bound by generation: 2.3x training; one more engine would give up to 1.8x. `cores`: of the host."""
     bound = model.bound
     own = float(getattr(model, bound))
     if bound in ("generation", "reward", "data", "queue"):
@@ -169,7 +187,7 @@ def diagnose(model: StepModel, args: RunConfig) -> Diagnosis:
         against = f"{own / model.rollout:.1f}x generation and reward" if model.rollout else f"{own:.2g} s a step"
     else:
         against = f"{own / model.seconds:.0%} of a step"
-    best = max(changes(model, args), key=lambda change: model.seconds / max(change.model.seconds, 1e-9), default=None)
+    best = max(changes(model, args, cores), key=lambda change: model.seconds / max(change.model.seconds, 1e-9), default=None)
     speedup = model.seconds / max(best.model.seconds, 1e-9) if best is not None else 1.0
     advice = (
         f"{best.what} would give up to {speedup:.1f}x" if best is not None and speedup >= WORTH_SAYING else "no single change gives much"
@@ -180,8 +198,9 @@ def diagnose(model: StepModel, args: RunConfig) -> Diagnosis:
 class Bounds:
     """Collects the steps of a run as they end."""
 
-    def __init__(self, args: RunConfig) -> None:
+    def __init__(self, args: RunConfig, cores: int | None = None) -> None:
         self.args = args
+        self.cores = cores or os.cpu_count() or 1
         self._steps: deque[dict[str, float]] = deque(maxlen=KEPT_STEPS)
         self._in_turn = True  # until a batch was asked for before the training before it had ended
 
@@ -203,4 +222,4 @@ class Bounds:
         """None while there are too few steps to say anything."""
         if len(self._steps) < LEAST_STEPS:
             return None
-        return diagnose(fit(self.mode, self._steps), self.args)
+        return diagnose(fit(self.mode, self._steps), self.args, self.cores)

@@ -16,6 +16,7 @@ COMMANDS = {
     "publish_stall.py": ["--size", "ci", "--repeats", "2", "--mode", "retract"],
     "checkpoint_stall.py": ["--size", "ci", "--repeats", "1", "--save-hf"],
     "driver_overhead.py": ["--steps", "4", "--repeats", "1"],
+    "executor_scale.py": ["--groups", "40", "--batch", "4", "--engines", "5", "--in-flight", "20", "--siblings", "2", "--scale", "0.001"],
     "waste.py": ["--rollouts", "4"],
     "overlap.py": ["--steps", "2", "--repeats", "1", "--latency", "50", "--groups", "2", "--siblings", "2", "--length", "8"],
 }
@@ -53,6 +54,14 @@ def test_driver_overhead(tmp_path: Path) -> None:
     out, result = run("driver_overhead.py", tmp_path)
     assert "| 64 groups of 8 |" in out
     assert result["kinds"]["8 groups of 8"]["step_seconds"]["median"] > 0
+
+
+def test_executor_scale(tmp_path: Path) -> None:
+    out, result = run("executor_scale.py", tmp_path)
+    assert "| samples a CPU second |" in out
+    assert result["groups"] == 40
+    assert (result["objects in the store at the end"], result["requests in flight at the end"]) == (0, 0)
+    assert 4 <= result["requests in flight, most"] <= 20
 
 
 @pytest.mark.slow

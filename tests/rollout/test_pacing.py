@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import pytest
@@ -45,11 +45,11 @@ def test_a_due_group_is_waited_for_and_slack_is_used() -> None:
         batch_size=2, interval=1, max_staleness=1, num_rollout=100, next_rollout=5, version=6, anchor_rollout=5, anchor_version=6
     )
     # v(5) = 6, so groups of version 5 are due now, those of version 6 one rollout later.
-    assert pacing.choose([6, 6], running=[5]) is None
-    assert pacing.choose([6, 6, 5], running=[]) == [0, 2]
-    assert pacing.choose([6, 6], running=[6]) == [0, 1]
-    assert pacing.choose([6, 6, 6], running=[]) == [0, 1]
-    assert pacing.choose([6], running=[6]) is None
+    assert pacing.choose([6, 6], running={5: 1}) is None
+    assert pacing.choose([6, 6, 5], running={}) == [0, 2]
+    assert pacing.choose([6, 6], running={6: 1}) == [0, 1]
+    assert pacing.choose([6, 6, 6], running={}) == [0, 1]
+    assert pacing.choose([6], running={6: 1}) is None
 
 
 @dataclass
@@ -101,7 +101,7 @@ def test_for_any_order_of_ends_no_token_is_too_old_and_nothing_is_lost(
         while True:
             run.fill(getting=True)
             assert not run.buffer.take_stale(pacing)
-            taken = run.buffer.take_batch(pacing, run.flights.values())
+            taken = run.buffer.take_batch(pacing, Counter(run.flights.values()))
             if taken is not None:
                 break
             assert run.flights, "an idle wait: nothing is in flight and the rollout is not filled"
@@ -155,7 +155,7 @@ def test_publishes_off_schedule_never_let_an_old_token_through(
             for _ in range(200):
                 stale.extend(entry.group.group_index for entry in run.buffer.take_stale(pacing))
                 run.fill(getting=True)
-                taken = run.buffer.take_batch(pacing, run.flights.values())
+                taken = run.buffer.take_batch(pacing, Counter(run.flights.values()))
                 if taken is not None:
                     break
                 assert run.flights, "an idle wait"

@@ -17,9 +17,9 @@ def play(run, mode="plain", **settings):
     return run.fully(STEPS, places=8, ahead=8 * run.batch, **settings) if mode == "fully" else getattr(run, mode)(STEPS)
 
 
-def learnt(run, make, mode="plain", **changes):
+def learnt(run, make, mode="plain", cores=64, **changes):
     bounds = Bounds(
-        make(rollout_batch_size=run.batch, fully_async=mode == "fully", max_weight_staleness=4, num_engines=run.engines, **changes)
+        make(rollout_batch_size=run.batch, fully_async=mode == "fully", max_weight_staleness=4, num_engines=run.engines, **changes), cores
     )
     trained = sorted(span.rollout_id for span in run.spans if span.name == "train")
     for rollout in trained[-STEPS:]:
@@ -71,6 +71,23 @@ def test_what_it_says(make_settings, run, sentence):
     assert learnt(run, make_settings).diagnosis().sentence == sentence
 
 
+@pytest.mark.parametrize(
+    ("settings", "cores", "needs"),
+    [
+        ({}, 3, ""),
+        ({}, 2, " on cores of its own (the run has taken all 2 of this host)"),
+        ({"engine_threads": 2}, 4, " on cores of its own (the run has taken all 4 of this host)"),
+        ({"device": "cuda"}, 64, " on a GPU of its own"),
+        ({"ray_address": "10.0.0.1:6379"}, 2, ""),
+    ],
+)
+def test_one_more_engine_is_said_to_need_what_the_run_has_not(make_settings, settings, cores, needs):
+    run = Simulated(write=4.6, train=2.0)
+    play(run)
+    sentence = learnt(run, make_settings, cores=cores, **settings).diagnosis().sentence
+    assert sentence == f"bound by generation: 2.3x training; one more engine{needs} would give up to 2.0x"
+
+
 def test_taking_turns_is_told_of_the_asynchronous_driver(make_settings):
     run = Simulated(write=2.0, train=2.0)
     play(run, "in_turn")
@@ -88,4 +105,4 @@ def test_too_few_steps_say_nothing(make_settings):
 
 def test_nothing_divides_by_nothing(make_settings):
     for mode in ("in turn", "plain", "fully"):
-        assert diagnose(StepModel(mode), make_settings()).speedup >= 1.0
+        assert diagnose(StepModel(mode), make_settings(), 2).speedup >= 1.0
