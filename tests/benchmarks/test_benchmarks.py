@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ELSEWHERE = {"sglang_engine.py", "recovery.py"}  # one needs a server of its own; recovery is in tests/e2e/test_recovery.py
-RUN_IN_E2E = {"resume_chaos.py"}  # its parts are what tests/e2e/test_resume_chaos.py works with
+# servers of their own, and trl; recovery is in tests/e2e/test_recovery.py
+ELSEWHERE = {"sglang_engine.py", "recovery.py", "against_trl.py", "trl_grpo.py"}
+RUN_IN_E2E = {"resume_chaos.py", "lives.py"}  # its parts are what tests/e2e/test_resume_chaos.py works with
 COMMANDS = {
     "rollout_tokens.py": ["--size", "ci", "--repeats", "1"],
     "publish_stall.py": ["--size", "ci", "--repeats", "2", "--mode", "retract"],
