@@ -76,7 +76,7 @@ def test_the_shapes_and_types_that_are_promised():
     assert data.weight_versions.tolist() == [-1, -1, 3, 3, -1, -1, -1, -1, 3, -1, 3]
     assert data.offsets.tolist() == [0, 4, 6, 11]
     assert np.isnan(data.rewards).tolist() == [False, True, False]
-    types = {field.name: str(getattr(data, field.name).dtype) for field in fields(data)}
+    types = {field.name: str(column.dtype) for field in fields(data) if (column := getattr(data, field.name)) is not None}
     assert types == {
         "token_ids": "int32",
         "loss_mask": "uint8",

@@ -567,6 +567,7 @@ async def test_a_server_is_a_teacher(engine: Engine, trainer: Trainer, tokenizer
     if not isinstance(engine, SGLangEngine):
         return  # only a server can be asked from elsewhere
     assert engine._server is not None
+    version = await trainer.publish(0)
     teacher = Teacher([engine._server.url], tokenizer, 60)
     try:
         await teacher.check()
@@ -576,7 +577,7 @@ async def test_a_server_is_a_teacher(engine: Engine, trainer: Trainer, tokenizer
         await asyncio.gather(*map(teacher.score, samples))
     finally:
         await teacher.dispose()
-    model = trainer.model(trainer.version)
+    model = trainer.model(version)
     for one in samples:
         answer = Completion("", one.response_ids, one.teacher_logprobs or [], FinishReason.STOP, [])
         assert len(answer.logprobs) == len(answer.token_ids)
