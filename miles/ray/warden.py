@@ -23,6 +23,8 @@ from typing import NamedTuple
 
 LOOK_SECONDS = 5.0
 GRACE = 3.0
+LIMIT = 60.0
+"""Seconds for killed processes to go; one that hangs in the kernel is left to it."""
 NOBODY = -1
 SERVICES = ("raylet", "gcs_server")
 SEGMENTS = Path("/dev/shm")
@@ -79,7 +81,7 @@ def family(driver: int, known: set[Known]) -> set[Known]:
 def clean_up(folder: str, known: set[Known]) -> None:
     """Called when the driver is gone."""
     ever, deadline = known, time.monotonic() + GRACE
-    while known := family(NOBODY, known):
+    while (known := family(NOBODY, known)) and time.monotonic() < deadline + LIMIT:
         ever = ever | known
         for process in known if time.monotonic() > deadline else ():
             with contextlib.suppress(ProcessLookupError):
