@@ -24,7 +24,7 @@ def test_a_run_that_is_well_is_let_through(make_args: MakeArgs, tmp_path: Path) 
         ({"reward": "mth"}, "--reward: 'mth' is neither"),
         ({"reward": "tests.rollout.plugs.by_plce"}, "--reward: module 'tests.rollout.plugs' has no 'by_plce'"),
         ({"eval_reward": "mth"}, "--eval-reward: 'mth'"),
-        ({"rollout_function": "mine.rollout"}, "--rollout-function: no module 'mine'"),
+        ({"rollout_function": "nowhere.rollout"}, "--rollout-function: no module 'nowhere'"),
         ({"generate_function": "multi"}, "--generate-function: 'multi' is neither"),
         ({"group_filter": "spread"}, "--group-filter: 'spread' is neither"),
         ({"tool_functions": "tests.rollout.plugs.TOLS"}, "--tool-functions: .* has no 'TOLS'"),
