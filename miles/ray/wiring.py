@@ -100,8 +100,7 @@ async def _save_on_signal(run: Run) -> str:
     done = run.trained_through
     if not run.args.save_on_signal or run.save_all is None or done is None:
         return ""
-    if run.checkpoints.last_complete != done:
-        await run.save_all(done)
+    await run.save_all(done)
     return f"; rollout {done} is saved in {run.checkpoints.folder(done)}"
 
 

@@ -109,9 +109,8 @@ class RemoteExecutor:
 
     async def settle_save(self) -> None:
         """Wait for this side's part of the last checkpoint."""
-        saving, self._saving = self._saving, None
-        if saving is not None:
-            await self._run.guard.watch(saving)
+        if self._saving is not None and not self._saving.done():  # it stays, as somebody else may come to wait for it too
+            await self._run.guard.watch(self._saving)
 
     def _saved(self, task: asyncio.Task[None]) -> None:
         """Nobody may be waiting for a save that fails."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 from miles.config.run_config import RunConfig
@@ -42,12 +43,17 @@ async def create_training_models(args: RunConfig, rollout_executor: RemoteExecut
     async def trained(rollout_id: int, step: int) -> None:
         await rollout_executor.note_trained(rollout_id, step)
 
+    one_save = asyncio.Lock()
+
     async def save_all(rollout_id: int) -> None:
-        for group in groups:
-            if args.use_critic and args.offload_train:
-                await group.onload()
-            await group.save_model(rollout_id, force_sync=True)
-        await rollout_executor.save_now(rollout_id, args.save_grace)
+        async with one_save:  # the end of a training and the signal that came in it may both ask
+            if run.checkpoints.last_complete == rollout_id:
+                return
+            for group in groups:
+                if args.use_critic and args.offload_train:
+                    await group.onload()
+                await group.save_model(rollout_id, force_sync=True)
+            await rollout_executor.save_now(rollout_id, args.save_grace)
 
     run.checkpoints.parts = (*roles, "executor")
     run.save_all = save_all

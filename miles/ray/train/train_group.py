@@ -33,6 +33,7 @@ class TrainGroup:
         self._run = run
         self._state = CellState(role, {"role": "trainer"})
         self._saved_rollout: int | None = None  # what the last save was of
+        self._one_save = asyncio.Lock()
         self._saving: asyncio.Task[None] | None = None  # becomes done when the last save is on disk
         self._offloaded = False
         self._unverified: Sequence[Engine] = []  # with --verify-first-step, until the first training: engines with our weights
@@ -164,17 +165,18 @@ class TrainGroup:
     async def save_model(self, rollout_id: int, force_sync: bool) -> None:
         """Save this role's part; unless forced, training goes on while it is written. Waits for the save before it."""
         reached(self.args, "before_save", rollout_id)
-        with tracking.timeline().span(self.role, "save"):
-            await self._run.guard.watch(self._settle_save())
-            if self._saved_rollout == rollout_id:  # nothing has been trained since
-                return
-            folder, self._saved_rollout = self._run.checkpoints.begin(rollout_id), rollout_id
-            await self._all("save", rollout_id, folder, force_sync)
-            self._saving = asyncio.get_running_loop().create_task(self._written(rollout_id), name=f"save of the {self.role}")
-            self._saving.add_done_callback(self._saved)
-            reached(self.args, f"{self.role}_saved", rollout_id)
-            if force_sync:
+        async with self._one_save:  # a signal may ask for the save that is being begun
+            with tracking.timeline().span(self.role, "save"):
                 await self._run.guard.watch(self._settle_save())
+                if self._saved_rollout == rollout_id:  # nothing has been trained since
+                    return
+                folder, self._saved_rollout = self._run.checkpoints.begin(rollout_id), rollout_id
+                await self._all("save", rollout_id, folder, force_sync)
+                self._saving = asyncio.get_running_loop().create_task(self._written(rollout_id), name=f"save of the {self.role}")
+                self._saving.add_done_callback(self._saved)
+                reached(self.args, f"{self.role}_saved", rollout_id)
+                if force_sync:
+                    await self._run.guard.watch(self._settle_save())
 
     async def _written(self, rollout_id: int) -> None:
         """Waits until all ranks have written their files; the last part of a checkpoint makes it count."""
