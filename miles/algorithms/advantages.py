@@ -55,8 +55,7 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, form: GroupForm) -> Ten
     highest = zeros.scatter_reduce(0, group, rows, "amax", include_self=False)
     lowest = zeros.scatter_reduce(0, group, rows, "amin", include_self=False)
     unit = min(torch.finfo(rewards.dtype).eps, torch.finfo(torch.float32).eps)
-    rounding = _ROUNDING * unit * torch.maximum(highest.abs(), lowest.abs())
-    spread = (highest - lowest > rounding) & (count > 1)  # [groups]
+    spread = highest - lowest > _ROUNDING * unit * highest.abs()  # [groups]
 
     deviation = rows - mean[group]  # [scored]
     if form == "std":

@@ -80,7 +80,7 @@ def cispo_policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor
         loss [tokens], and per token "ratio" and "clipped" (1.0 where the weight is limited).
     """
     ratio = clamped_ratio(logprobs.detach(), old_logprobs.detach())  # [tokens]
-    low, high = max(0.0, 1 - eps_low), 1 + eps_high
+    low, high = 1 - eps_low, 1 + eps_high
     clipped = (ratio < low) | (ratio > high)
     loss = -ratio.clamp(low, high) * advantages.detach() * widened(logprobs)
     return loss, {"ratio": ratio, "clipped": clipped.to(ratio.dtype)}

@@ -35,7 +35,7 @@ def expected_score(logprobs: Tensor, sampler_logprobs: Tensor, weight: Weight = 
         [tokens], at least float32, with gradients to `logprobs` only through log p_v.
     """
     logprobs = widened(logprobs)
-    return (coefficients(logprobs.detach(), sampler_logprobs, weight) * logprobs).sum(-1)
+    return (coefficients(logprobs, sampler_logprobs, weight) * logprobs).sum(-1)
 
 
 @torch.no_grad()

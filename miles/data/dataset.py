@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from array import array
@@ -13,7 +12,7 @@ from typing import Any, overload
 
 from miles.config.data import DataSection
 from miles.data.files import Found, RowFile, open_rows
-from miles.data.tokenizer import as_messages, as_tools, check_prompt, encode, kind, plain, prompt_text
+from miles.data.tokenizer import as_messages, as_tools, check_prompt, encode, kind, plain, prompt_text, read_json
 from miles.types import Message
 
 logger = logging.getLogger(__name__)
@@ -190,30 +189,27 @@ def read_row(tokenizer: Any | None, origin: str, value: Any, args: DataSection) 
         raise ValueError(f"a {kind(value)}, not an object with fields")
     if args.prompt_key not in value:
         raise ValueError(f"no field {args.prompt_key!r} (--prompt-key); there are {', '.join(map(str, value)) or 'none'}")
-    prompt = plain(value[args.prompt_key])
     try:
         field = args.tools_key
         tools = as_tools(value.get(field)) if args.apply_chat_template else None
         field = args.prompt_key
+        prompt = plain(value[field])
         if tokenizer is None:
             check_prompt(prompt, args)
         text = "" if tokenizer is None else prompt_text(tokenizer, prompt, tools, args)
         field = args.metadata_key
         metadata = _metadata(plain(value.get(field)))
+        field = args.label_key
+        label = plain(value.get(field))
     except ValueError as error:
         raise ValueError(f"field {field!r}: {error}") from None
-    except RecursionError:
-        raise ValueError(f"field {field!r}: nested too deeply") from None
     shown = prompt if isinstance(prompt, str) else as_messages(prompt)
-    return text, PromptRow(shown, [], plain(value.get(args.label_key)), metadata, tools, origin)
+    return text, PromptRow(shown, [], label, metadata, tools, origin)
 
 
 def _metadata(given: Any) -> dict[str, Any]:
     if isinstance(given, str):
-        try:
-            given = json.loads(given) if given.strip() else None
-        except json.JSONDecodeError as error:
-            raise ValueError(f"text that is not JSON: {error}") from None
+        given = plain(read_json(given)) if given.strip() else None
     if given is not None and not isinstance(given, dict):
         raise ValueError(f"a {kind(given)}, not a table")
     return given or {}

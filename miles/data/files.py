@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 import pyarrow
 import pyarrow.parquet
 
-from miles.data.tokenizer import kind
+from miles.data.tokenizer import kind, read_json
 from miles.plugins import load
 
 logger = logging.getLogger(__name__)
@@ -112,9 +112,9 @@ def _bare(raw: bytes, place: int) -> bytes:
 
 def _parsed(line: bytes) -> Any:
     try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:  # also text that is no UTF-8, and numbers too long to be read
-        return ValueError(f"not JSON: {error}")
+        value = read_json(line)
+    except ValueError as error:
+        return error
     return _as_text(value) if b"\\ud" in line.lower() else value
 
 
@@ -125,6 +125,8 @@ def _as_text(row: Any) -> Any:
             json.dumps([field, value], ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             return ValueError(f"field {field!a}: not text: {error}")
+        except RecursionError:
+            break  # too deep, which is told where rows are checked
     return row
 
 
@@ -139,9 +141,9 @@ class Json:
 
     def __iter__(self) -> Iterator[Found]:
         try:
-            rows = json.loads(self._path.read_bytes().removeprefix(b"\xef\xbb\xbf"))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{self._path}: not JSON: {error}") from None
+            rows = read_json(self._path.read_bytes().removeprefix(b"\xef\xbb\xbf"))
+        except ValueError as error:
+            raise ValueError(f"{self._path}: {error}") from None
         if not isinstance(rows, list):
             raise ValueError(f"{self._path}: a {kind(rows)}, not a list of rows (one object a line is .jsonl)")
         for place, row in enumerate(rows):

@@ -22,6 +22,8 @@ from miles.types import Message
 
 logger = logging.getLogger(__name__)
 
+DEEPEST = 100
+"""Levels of lists and tables in a row."""
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 
 
@@ -171,9 +173,9 @@ def as_tools(tools: Any) -> list[dict[str, Any]] | None:
     tools = plain(tools)
     if isinstance(tools, str) and tools.strip():
         try:
-            tools = json.loads(tools)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"tools: not JSON: {error}") from None
+            tools = plain(read_json(tools))
+        except ValueError as error:
+            raise ValueError(f"tools: {error}") from None
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -187,17 +189,44 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
-def plain(value: Any) -> Any:
-    """numpy arrays and scalars, at any depth, as lists and Python values."""
+def plain(value: Any, levels: int = DEEPEST) -> Any:
+    """numpy arrays and scalars as lists and Python values. ValueError: nested deeper than what copies and sends a row may recurse."""
     if isinstance(value, np.ndarray):
-        return plain(value.tolist())
+        return plain(value.tolist(), levels)
     if isinstance(value, np.generic):
         return value.item()
+    if isinstance(value, list | tuple | dict) and not levels:
+        raise ValueError(f"nested more than {DEEPEST} levels deep")
     if isinstance(value, list | tuple):
-        return [plain(part) for part in value]
+        return [plain(part, levels - 1) for part in value]
     if isinstance(value, dict):
-        return {key: plain(part) for key, part in value.items()}
+        return {key: plain(part, levels - 1) for key, part in value.items()}
     return value
+
+
+def read_json(text: str | bytes) -> Any:
+    """ValueError: it is not JSON, or an object has a key twice, of which a reader would silently take the last."""
+    try:
+        return json.loads(text, object_pairs_hook=_once)
+    except RecursionError:
+        raise ValueError(f"nested more than {DEEPEST} levels deep") from None
+    except _KeyTwiceError:
+        raise
+    except ValueError as error:  # also text that is no UTF-8, and numbers too long to be read
+        raise ValueError(f"not JSON: {error}") from None
+
+
+class _KeyTwiceError(ValueError):
+    pass
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise _KeyTwiceError(f"the key {twice!r} stands twice in {str(pairs)[:200]}")
+    return table
 
 
 def kind(value: Any) -> str:

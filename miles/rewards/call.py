@@ -122,7 +122,7 @@ class RewardCall:
         except (Exception, asyncio.CancelledError, GeneratorExit):
             raise
         except BaseException as error:  # would end the event loop, and with it everybody's work
-            raise RuntimeError(f"the reward called for an exit: {text_of(error)}") from error
+            raise RuntimeError(f"it called for an exit: {text_of(error)}") from error
 
     async def _within_limit(self, call: Coroutine[Any, Any, Any]) -> Any:
         """Unlike asyncio.wait_for, does not wait for a call that ignores its cancellation."""
@@ -158,11 +158,18 @@ def read(outcome: Any) -> Scored:
     if isinstance(outcome, Mapping):
         if "reward" not in outcome:
             raise ValueError(f'a reward given as a table needs the entry "reward"; it has {sorted(map(str, outcome))}')
-        details = {str(key): float(value) for key, value in outcome.items() if key != "reward"}
+        details = {str(key): _number(f"the detail {str(key)!r}", value) for key, value in outcome.items() if key != "reward"}
         return read(outcome["reward"])[0], details
-    reward = float(outcome)
+    reward = _number("the reward", outcome)
     if not math.isfinite(reward):
         raise ValueError(f"the reward is {reward}, not a finite number")
     if abs(reward) > LARGEST:
         raise ValueError(f"the reward is {reward:g}, which no float32 can hold")
     return reward, {}
+
+
+def _number(what: str, value: Any) -> float:
+    """Also of numpy, torch and booleans, but not text that looks like a number: that is a value which was not read."""
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        raise TypeError(f"{what} is {value!r:.80}, a {type(value).__name__} and not a number")
+    return float(value)

@@ -182,7 +182,7 @@ class DaemonThreads:
 
 
 def _carried(error: BaseException) -> BaseException:
-    """A future takes no StopIteration, asyncio lets those that end a process out of its loop, and no reward may end more than itself."""
+    """A future takes no StopIteration, asyncio lets those that end a process out of its loop, and a user's function ends only itself."""
     if isinstance(error, StopIteration) or not isinstance(error, Exception):
-        return RuntimeError(f"the reward called for an exit: {text_of(error)}").with_traceback(error.__traceback__)
+        return RuntimeError(f"it called for an exit: {text_of(error)}").with_traceback(error.__traceback__)
     return error

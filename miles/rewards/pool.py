@@ -37,6 +37,10 @@ class FunctionError(RuntimeError):
         self.report = report
 
 
+class FullError(FunctionError):
+    """The function found no more memory; after that its process is replaced."""
+
+
 class LimitError(FunctionError):
     """The function took longer than its limit and was killed. `report` says where it was."""
 
@@ -120,8 +124,10 @@ class _Worker:
         return process.pid if process is not None and process.poll() is None else None
 
     def call(self, sample: Sample) -> Any:
-        """Run the function on one sample. A process that dies under it is replaced and the call made once more."""
+        """Run the function on one sample. A process that dies under it, or is full of what earlier calls left, is replaced and the
+        call made once more."""
         for last_try in (False, True):
+            fresh = self._channel is None
             channel = self.start()
             try:
                 channel.settimeout(self._spec.timeout)
@@ -131,6 +137,11 @@ class _Worker:
                 where = self._stack()
                 self.end()
                 raise LimitError(f"took longer than --reward-timeout {self._spec.timeout:g} s; its process was killed", where) from None
+            except FullError:
+                self.end()
+                if last_try or fresh:
+                    raise
+                logger.warning("a reward process has reached --reward-memory-gb; replaced, and its sample is scored again")
             except (EOFError, ConnectionError):
                 how = self.end()
                 if last_try or self._closed:
@@ -140,6 +151,8 @@ class _Worker:
 
     def _answer(self, channel: socket.socket) -> Any:
         kind, value, report = pickle.loads(receive(channel))
+        if kind == "full":
+            raise FullError(value, report)
         if kind == "error":
             raise FunctionError(value, report)
         return value

@@ -71,7 +71,7 @@ def _call(function: Any, sample: Sample) -> bytes:
             os._exit(1)
         frames = traceback.extract_tb(error.__traceback__)[1:]
         report = "Traceback (most recent call last):\n" + "".join(traceback.format_list(frames) + traceback.format_exception_only(error))
-        return pickle.dumps(("error", _short(error), report))
+        return pickle.dumps(("full" if isinstance(error, MemoryError) else "error", _short(error), report))
 
 
 def _pickled(value: Any) -> bytes:

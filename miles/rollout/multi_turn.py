@@ -13,11 +13,14 @@ import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from miles.data.tokenizer import render_messages
 from miles.plugins import load
 from miles.protocols import GenerateCall
+from miles.rewards.daemon_thread import DaemonThreads
+from miles.rewards.failure import text_of
 from miles.rollout.context import RolloutContext
 from miles.rollout.generate import append_completion, append_environment
 from miles.types import FinishReason, Sample, SampleStatus
@@ -43,8 +46,8 @@ class ToolCall:
 class MultiTurn:
     """A GenerateFn. A sample ends when a turn calls no tool (completed), or at max_turns or a length limit (truncated).
 
-    Tools are those of `tool_functions`: {name: function}, sync (run in a thread) or async, called with the arguments as
-    keywords; what they return is shown to the model as text, and so is the error of one that raises.
+    Tools are those of `tool_functions`: {name: function}, sync (run in a thread, which is left to itself when it hangs) or async,
+    called with the arguments as keywords; what they return is shown to the model as text, and so is the error of one that raises.
     """
 
     def __init__(self, context: RolloutContext):
@@ -57,6 +60,8 @@ class MultiTurn:
         self.tools: Mapping[str, Callable[..., Any]] = load(args.tool_functions, setting="--tool-functions") if args.tool_functions else {}
         if not isinstance(self.tools, Mapping):
             raise ValueError(f"--tool-functions {args.tool_functions} is a {type(self.tools).__name__}, not a table {{name: function}}")
+        self.limit = args.sample_timeout
+        self.threads: DaemonThreads | None = None
         self.continuation(["ok"], None)  # a template that cannot show tool results is refused here
 
     async def __call__(self, sample: Sample, generate: GenerateCall) -> None:
@@ -94,11 +99,16 @@ class MultiTurn:
             if inspect.iscoroutinefunction(tool):
                 result = await tool(**call.arguments)
             else:
-                result = await asyncio.to_thread(tool, **call.arguments)
-        except Exception as error:  # the border to the user's tool
-            logger.info("tool %s failed: %s: %s", call.name, type(error).__name__, error)
-            return f"error: {type(error).__name__}: {error}"
-        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+                self.threads = self.threads or DaemonThreads()
+                result = await self.threads.run(partial(tool, **call.arguments), limit=self.limit)
+            text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+            text.encode()  # half of a character is no text
+        except (asyncio.CancelledError, GeneratorExit):
+            raise
+        except BaseException as error:  # the border to the user's tool
+            logger.info("tool %s failed: %s", call.name, text_of(error))
+            return f"error: {text_of(error)}"
+        return text
 
     def continuation(self, results: list[str], tools: list[dict[str, Any]] | None, last_token: int | None = None) -> list[int]:
         """Ids of what the chat template writes between the model's text and its next turn.

@@ -7,7 +7,12 @@ import signal
 import subprocess
 import sys
 import time
+from fractions import Fraction
 from pathlib import Path
+
+import numpy as np
+
+KEPT = []
 
 
 def label_in_response(sample):
@@ -100,6 +105,40 @@ async def async_generator(sample):
 
 def text(sample):
     return "good"
+
+
+def text_of_a_number(sample):
+    return "0.5"
+
+
+def text_in_details(sample):
+    return {"reward": 1, "judged": "0.5"}
+
+
+def infinite(sample):
+    return -np.inf
+
+
+def array(sample):
+    return np.ones(2)
+
+
+def numbers(sample):
+    """Of every kind that is one, as told."""
+    return {
+        "bool": True,
+        "numpy": np.float32(1),
+        "numpy int": np.int64(1),
+        "numpy bool": np.bool_(True),
+        "numpy scalar array": np.array(1.0),
+        "fraction": Fraction(1),
+    }[sample.response]
+
+
+def leaks(sample):
+    """16 MB at each call, that stay."""
+    KEPT.append(b"x" * (16 << 20))
+    return 1.0
 
 
 def nan(sample):

@@ -52,7 +52,11 @@ async def test_a_table_gives_details_and_none_is_unscored(scorer, answer, worker
         ("raises", 'KeyError: "the user\'s own mistake"'),
         ("raises_async", 'KeyError: "the user\'s own mistake"'),
         ("exits", "SystemExit: 3"),
-        ("text", "could not convert string to float: 'good'"),
+        ("text", "the reward is 'good', a str and not a number"),
+        ("text_of_a_number", "the reward is '0.5', a str and not a number"),
+        ("text_in_details", "the detail 'judged' is '0.5', a str and not a number"),
+        ("array", "can be converted to Python scalars"),
+        ("infinite", "the reward is -inf, not a finite number"),
         ("nan", "not a finite number"),
         ("mute", "Mute, whose text cannot be had"),
         ("unlike", "Unlike: nothing that one would catch"),
@@ -85,6 +89,24 @@ async def test_a_bad_reward_meets_the_policy(scorer, answer, function, reason):
     assert sample.reward is None
     assert reason in (sample.error or "")
     assert (lenient.num_failed, lenient.num_unscored) == (1, 1)
+
+
+@pytest.mark.parametrize("kind", ["bool", "numpy", "numpy int", "numpy bool", "numpy scalar array", "fraction"])
+async def test_whatever_is_a_number_is_a_reward(scorer, answer, kind):
+    sample = answer(kind)
+    await scorer("reward_functions.numbers", reward_workers=0).score(sample)
+    assert type(sample.reward) is float
+    assert sample.reward == 1.0
+
+
+async def test_a_reward_that_leaks_costs_no_sample(scorer, answer, caplog):
+    """Its process is replaced when what it left has filled it, and the sample that met the limit is scored by the next one."""
+    each = scorer("reward_functions.leaks", reward_workers=1, reward_memory_gb=0.25)
+    samples = [answer("x") for _ in range(40)]
+    for sample in samples:
+        await each.score(sample)
+    assert [sample.reward for sample in samples] == [1.0] * 40
+    assert caplog.text.count("has reached --reward-memory-gb") >= 2
 
 
 async def test_the_child_of_a_reward_that_forks_answers_nobody(scorer, answer):

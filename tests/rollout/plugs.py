@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from typing import Any
 
 from miles.protocols import GenerateCall
@@ -113,11 +114,26 @@ async def slow_to_end(sample: Sample, generate: GenerateCall) -> None:
             await asyncio.sleep(0)
 
 
-def fails() -> Any:
+def fails(how: str = "") -> Any:
+    match how:
+        case "exit":
+            sys.exit(3)
+        case "stop":
+            next(iter(()))
+        case "half":
+            return "a\ud800"
+        case "endless":
+            endless: list[Any] = []
+            endless.append(endless)
+            return endless
     raise RuntimeError("the disk is full")
 
 
-TOOLS = {"add": add, "search": search, "fails": fails, "hangs": hangs}
+async def exits() -> None:
+    sys.exit(3)
+
+
+TOOLS = {"add": add, "search": search, "fails": fails, "hangs": hangs, "exits": exits}
 
 
 async def evaluate_snapshot(hf_dir: str, rollout_id: int) -> dict[str, float]:

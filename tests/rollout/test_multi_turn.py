@@ -162,8 +162,11 @@ async def test_bad_arguments_come_back_as_an_error_message(make_args: MakeArgs, 
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
-        (call("subtract", {}), "error: there is no tool 'subtract'; there are add, fails, hangs, search"),
+        (call("subtract", {}), "error: there is no tool 'subtract'; there are add, exits, fails, hangs, search"),
         (call("fails", {}), "error: RuntimeError: the disk is full"),
+        (call("fails", {"how": "exit"}) + call("fails", {"how": "stop"}), "error: RuntimeError: it called for an exit: SystemExit: 3"),
+        (call("fails", {"how": "stop"}) + call("exits", {}), "error: SystemExit: 3"),
+        (call("fails", {"how": "half"}) + call("fails", {"how": "endless"}), "error: UnicodeEncodeError"),
         (call("add", {"a": 1}), "error: TypeError"),
         (call("search", {"query": "x"}), '["x", "found"]'),
         ('<tool_call>{"name": "add"', "error: the tool call is not closed"),

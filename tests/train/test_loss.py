@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from miles.config.run_config import RunConfig
-from miles.train.loss import Sums, actor_loss
+from miles.train.loss import Sums, actor_loss, critic_loss
 from miles.train.mesh import Ranks
 from miles.train.metrics import StepFacts, step_metrics
 from miles.train.targets import TokenColumns
@@ -87,6 +87,7 @@ def test_weights_are_told_raw_and_effective_per_token_sample_and_lag() -> None:
     assert told["train/tis_weight_raw"] == pytest.approx(raw.mean(), rel=1e-5)
     assert told["train/tis_weight"] == pytest.approx(effective.mean(), rel=1e-5)
     assert told["train/tis_clip_fraction"] == pytest.approx(1 / 5)
+    assert told["train/seq_tis_weight_raw"] == pytest.approx((raw[:3].mean() + raw[3:].mean()) / 2, rel=1e-5)
     assert told["train/seq_tis_weight"] == pytest.approx((effective[:3].mean() + effective[3:].mean()) / 2, rel=1e-5)
     assert told["train/tis_weight_raw/lag_0"] == pytest.approx(raw[:2].mean(), rel=1e-5)
     assert told["train/tis_weight/lag_1"] == pytest.approx(effective[2:4].mean(), rel=1e-5)
@@ -102,6 +103,34 @@ def test_effective_sample_sizes_and_distances() -> None:
     assert told["train/rollout_kl"] == pytest.approx(np.mean([np.exp(gap) - 1 - gap for gap in GAPS]), rel=1e-5)
     assert told["train/seq_rollout_kl"] == pytest.approx(-sum(GAPS) / 2, rel=1e-5)
     assert told["train/train_rollout_logprob_abs_diff_max"] == pytest.approx(2.0)
+
+
+def test_clips_and_gates_are_told_per_token_sample_and_known_lag() -> None:
+    logprobs = (torch.tensor(ROLLOUT) + torch.tensor(GAPS)).requires_grad_()
+    made = columns(old_logprobs=torch.tensor(ROLLOUT), lags=torch.tensor([-1, *LAGS[1:]]))
+    clipped = metrics(actor_loss(logprobs, torch.zeros(5), made, torch.arange(5), RunConfig())[1])
+    assert clipped["train/clip_fraction"] == pytest.approx(2 / 5), "the second is too likely for good, the last too unlikely for ill"
+    assert [clipped[f"train/clip_fraction/lag_{lag}"] for lag in (0, 1, 8)] == [1.0, 0.0, 1.0], "the first one's lag is unknown"
+    assert clipped["train/seq_clip_fraction"] == 1.0
+    assert clipped["train/ratio_mean"] == pytest.approx(np.exp(GAPS).mean(), rel=1e-5)
+    assert clipped["train/ratio_deviation_max"] == pytest.approx(np.e - 1, rel=1e-5)
+    args = RunConfig(policy_loss="sapo", sapo_tau_pos=1.0, sapo_tau_neg=2.0)
+    gated = metrics(actor_loss(logprobs, torch.zeros(5), made, torch.arange(5), args)[1])
+    p = 1 / (1 + np.exp(-np.array([1, 1, 1, 2, 2]) * (np.exp(GAPS) - 1)))
+    assert gated["train/gate"] == pytest.approx((4 * p * (1 - p)).mean(), rel=1e-5)
+    assert gated["train/gate/lag_1"] == pytest.approx((4 * p * (1 - p))[2:4].mean(), rel=1e-5)
+
+
+def test_the_critics_loss_is_clipped_and_its_errors_are_told() -> None:
+    values = torch.tensor([0.5, 0.1, 0.0, 0.0, 0.0]).requires_grad_()
+    returns = torch.tensor([1.0, 1.0, 0.0, 0.0, 0.0])
+    made = columns(old_values=torch.zeros(5), returns=returns)
+    loss, sums = critic_loss(values, made, torch.arange(5), RunConfig(value_clip=0.2))
+    assert loss.item() == pytest.approx((0.5 * 0.8**2 + 0.5 * 0.9**2) / 5), "the first may only count as if it were 0.2"
+    assert torch.autograd.grad(loss, values)[0].tolist() == pytest.approx([0.0, -0.9 / 5, 0.0, 0.0, 0.0])
+    facts = StepFacts("critic", np.zeros(5, np.int32), 0, 5, 5, 1.0, 1e-3, 1.0)
+    told = step_metrics({name: value.double() for name, value in sums.items()}, facts, Ranks(0, 1, torch.device("cpu")))
+    assert told["train/value_explained_variance"] == pytest.approx(0.0), "values of 0 explain nothing"
 
 
 def test_staleness_scales_each_token_by_its_own_lag() -> None:

@@ -89,7 +89,10 @@ def test_a_sample_longer_than_the_budget_gets_a_row_of_its_own() -> None:
 
 def test_nothing_trained_packs_to_nothing() -> None:
     data = make_data(1)
-    assert pack(data.token_ids, data.offsets, np.zeros_like(data.loss_mask), range(16), PackingRule(64, True, True, 128)) == []
+    first = np.zeros_like(data.loss_mask)
+    first[data.offsets[:-1]] = 1  # has no token before it that could tell its probability
+    for mask in (np.zeros_like(data.loss_mask), first):
+        assert pack(data.token_ids, data.offsets, mask, range(16), PackingRule(64, True, True, 128)) == []
     assert empty_micro_batch(True).num_trained == 0
 
 
