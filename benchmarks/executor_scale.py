@@ -17,7 +17,6 @@ import tempfile
 import time
 from bisect import bisect_right
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import psutil
@@ -30,6 +29,9 @@ from miles.rollout.rollout_executor import RolloutExecutor
 from miles.tracking import ledger
 from miles.train.random_model import ensure_model
 from miles.types import Completion, FinishReason, GenerateRequest, VersionSpan
+
+STRAGGLERS = 4
+"""So many times the groups that slots hold may be in flight: most wait for the last of their siblings only."""
 
 
 class Latencies:
@@ -50,20 +52,45 @@ class Latencies:
         return self._seconds[place] + (at - low) / (high - low) * (self._seconds[place + 1] - self._seconds[place])
 
 
+class InFlight:
+    """Requests inside all engines: how many, the most, and the mean over time since `restart`."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+        self.restart()
+
+    def restart(self) -> None:
+        self._begun = self._changed = time.perf_counter()
+        self._area = 0.0
+
+    def change(self, by: int) -> None:
+        moment = time.perf_counter()
+        self._area += self.now * (moment - self._changed)
+        self._changed = moment
+        self.now += by
+        self.most = max(self.most, self.now)
+
+    def mean(self) -> float:
+        self.change(0)
+        return self._area / (self._changed - self._begun)
+
+
 class Engine:
     """Answers every request after a while."""
 
-    def __init__(self, latencies: Latencies, scale: float) -> None:
-        self.latencies, self.scale = latencies, scale
+    def __init__(self, latencies: Latencies, scale: float, in_flight: InFlight) -> None:
+        self.latencies, self.scale, self.in_flight = latencies, scale, in_flight
         self.version = self.running = self.most = 0
 
     async def generate(self, request: GenerateRequest) -> Completion:
         self.running += 1
         self.most = max(self.most, self.running)
+        self.in_flight.change(1)
         try:
             await asyncio.sleep(self.latencies.draw() * self.scale)
         finally:
             self.running -= 1
+            self.in_flight.change(-1)
         tokens = [5 + request.sampling.seed % 200] * TOKENS
         return Completion(request.request_id, tokens, [-0.5] * TOKENS, FinishReason.LENGTH, [VersionSpan(0, TOKENS, self.version)])
 
@@ -90,7 +117,6 @@ def main() -> None:
 
 
 def settings(folder: Path, options: argparse.Namespace) -> RunConfig:
-    in_flight = options.in_flight // options.siblings
     args = RunConfig(
         hf_checkpoint=str(ensure_model("random:tiny", 0)),
         prompt_data=str(write_prompts(folder / "prompts.jsonl")),
@@ -103,8 +129,7 @@ def settings(folder: Path, options: argparse.Namespace) -> RunConfig:
         rollout_batch_size=options.batch,
         n_samples_per_prompt=options.siblings,
         max_response_length=TOKENS,
-        max_concurrent_groups=in_flight,
-        max_weight_staleness=-(-in_flight // options.batch) + 1,
+        max_weight_staleness=-(-STRAGGLERS * options.in_flight // (options.siblings * options.batch)) + 1,
         engine_max_running=-(-options.in_flight // options.engines),
         save_samples=0,
     )
@@ -114,15 +139,19 @@ def settings(folder: Path, options: argparse.Namespace) -> RunConfig:
 
 async def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     args, store, latencies = settings(folder, options), ProcessStore(), Latencies(options.latencies, seed=0)
-    engines = [Engine(latencies, options.scale) for _ in range(options.engines)]
+    in_flight = InFlight()
+    engines = [Engine(latencies, options.scale, in_flight) for _ in range(options.engines)]
     executor = RolloutExecutor(args, store)
     await executor.init(list(engines))  # type: ignore[arg-type]  # only what an executor asks of engines
     await executor.set_weight_version(1)
-    process, memory, flying, marks = psutil.Process(), [], [], []
+    process, memory, marks = psutil.Process(), [], []
     assert args.num_rollout is not None
+    begun = args.num_rollout // 5  # by then as many are in flight as may be
+    mean = 0.0
     for rollout_id in range(args.num_rollout):
         ref = await executor.get(rollout_id)
-        flying.append(sum(engine.running for engine in engines))
+        if executor.data.state()["next_group_index"] < args.num_rollout * options.batch:  # until the last is started
+            mean = in_flight.mean()
         for share in ref.shares:
             assert store.get(share).data.num_samples == options.batch * options.siblings
         store.free(ref.shares)
@@ -132,19 +161,20 @@ async def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         await executor.set_weight_version(rollout_id + 2)
         marks.append((time.perf_counter(), time.process_time()))
         memory.append(process.memory_info().rss / 1e6)
-    left = {"objects in the store": store.count(), "requests in flight": sum(engine.running for engine in engines)}
+        if rollout_id == begun:
+            in_flight.restart()
+    left = {"objects in the store": store.count(), "requests in flight": in_flight.now}
     await executor.dispose()
     books = ledger.balance(ledger.read(Path(args.run_dir) / "ledger.jsonl"))
     assert books.holds, str(books)
     assert books.ended["trained"] == args.num_rollout * options.batch, str(books)
     gc.collect()
-    begun = len(marks) // 5  # by then as many are in flight as may be
     samples = (len(marks) - 1 - begun) * options.batch * options.siblings
     wall, cpu = (marks[-1][place] - marks[begun][place] for place in (0, 1))
     return {
         "engines": options.engines,
-        "requests in flight, median": median(flying[begun:-1] or flying),
-        "requests in flight, most": max(flying),
+        "requests in flight, mean": mean,
+        "requests in flight, most": in_flight.most,
         "requests inside one engine, most": max(engine.most for engine in engines),
         "groups": args.num_rollout * options.batch,
         "samples a second": samples / wall,

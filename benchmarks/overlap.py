@@ -2,7 +2,8 @@
 
     python benchmarks/overlap.py --json overlap.json
 
-The asynchronous run has half of the cores for the engine and half for the trainer; the synchronous one gives all of them to each in turn.
+The asynchronous run has half of the cores for the engine and half for the trainer, each held to its own; the synchronous one gives all of
+them to each in turn.
 Both have the same model, prompts, lengths and optimizer steps. Efficiency is (max(generation, training) + publish) / step, of the
 asynchronous run.
 """
@@ -15,15 +16,18 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from report import machine, summary, table, write
 
+from miles.tracking import waits
+
 ROOT = Path(__file__).parent.parent
 LATENCIES = (0, 50, 200)
-WARM_UP = 2
+WARM_UP = 4
 
 
 def main() -> None:
@@ -49,6 +53,8 @@ def main() -> None:
                     found[kind].append(step)
                     found["efficiency"] += [efficiency] if kind == "async" else []
                 found["ratio"].append(found["sync"][-1] / found["async"][-1])
+                told = ", ".join(f"{name} {values[-1]:.3f}" for name, values in found.items())
+                print(f"reward {latency} ms, repeat {repeat}, load {os.getloadavg()[0]:.1f}: {told}", file=sys.stderr, flush=True)
             told = result["latencies"][latency] = {name: summary(values) for name, values in found.items()}
             spread = f"{told['ratio']['least']:.2f} to {told['ratio']['most']:.2f}"
             steps = [f"{told[kind]['median'] * 1e3:.0f}" for kind in ("sync", "async")]
@@ -81,11 +87,34 @@ def run(folder: Path, name: str, kind: str, latency: int, options: argparse.Name
     command += [str(part) for pair in flags.items() for part in pair]
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     environment |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "perf/step_seconds" in line][WARM_UP:-1]
+    with (folder / f"{name}.log").open("w") as log:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
+        if kind == "async":
+            half = max(options.cores // 2, 1)
+            cores = {"engine-0": range(half), "actor-0": range(half, max(options.cores, 1))}
+            pin(process, folder / name, {worker: set(own) or {0} for worker, own in cores.items()})
+        assert process.wait() == 0, (folder / f"{name}.log").read_text()
+    steps = steps_of(folder / name)[WARM_UP:-1]
     return median(line["perf/step_seconds"] for line in steps), median(line["perf/overlap_efficiency"] for line in steps)
+
+
+def steps_of(run: Path) -> list[dict[str, Any]]:
+    path = run / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [line for line in lines if "perf/step_seconds" in line]
+
+
+def pin(process: subprocess.Popen[bytes], run: Path, cores: dict[str, set[int]]) -> None:
+    """Hold workers, with all their threads, to their cores, before the first step that counts."""
+    left = dict(cores)
+    while left and process.poll() is None:
+        beats = waits.read(run / "logs")
+        for worker in [worker for worker in left if worker in beats]:
+            for thread in Path(f"/proc/{beats[worker].pid}/task").iterdir():
+                os.sched_setaffinity(int(thread.name), left[worker])
+            del left[worker]
+        time.sleep(0.05)
+    assert len(steps_of(run)) <= WARM_UP, "the workers were not held to their cores in time"
 
 
 if __name__ == "__main__":

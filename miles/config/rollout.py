@@ -42,7 +42,7 @@ class RolloutSection(Section):
     buffer_factor: float = Field(1.0, gt=0)
     """Fully async: finished groups that may wait, as a multiple of rollout_batch_size."""
     max_concurrent_groups: int | None = Field(None, ge=1)
-    """Groups in flight at once; default: what the engines' slots hold."""
+    """Groups in flight at once; default: another one as soon as the engines have slots for its samples."""
     sample_timeout: float = Field(600.0, gt=0)
     """Seconds that generating and scoring one sample may take; past it the group is retried. Fully async it goes on from where it was."""
     group_retries: int = Field(2, ge=0)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import floor
 
 from miles.config.run_config import RunConfig
-from miles.rollout.carried import Carried, going_on
-from miles.rollout.context import RolloutContext, used_up
+from miles.rollout.carried import Carried, going_on, is_open
+from miles.rollout.context import RequestRouter, RolloutContext, used_up
 from miles.rollout.freshness import mask_older, oldest_trained
 from miles.rollout.group import OpenSeat, cut_off, renewed, run_group
 from miles.rollout.group_buffer import Finished, GroupBuffer
@@ -22,19 +23,15 @@ from miles.types import PromptGroup, RolloutOutput
 
 logger = logging.getLogger(__name__)
 
-BUNCHES = 4
-"""In so many bunches a batch is started, at most."""
-FLYING_BUNCHES = 2
-"""While as many are in flight, fewer groups than a bunch are not started yet."""
-
 
 @dataclass(slots=True)
 class Flight:
-    """A group in flight. Its place is given back when it ends, or when the full buffer has room for it."""
+    """A group in flight."""
 
     group: PromptGroup
     version: int  # the executor's when its first token may have been written: none can be older
     carried: list[Carried] = field(init=False)
+    writing: int = 0  # samples that engines are asked for
 
     def __post_init__(self) -> None:
         self.carried = [Carried() for _ in self.group.samples]
@@ -53,20 +50,34 @@ class Flight:
             self.carried = [Carried() for _ in self.group.samples]
 
 
+class FlightSeat(OpenSeat):
+    """A sample of a flight gives its slot in the engines back as soon as it is written, while its siblings are at theirs."""
+
+    __slots__ = ("written",)
+
+    def __init__(self, router: RequestRouter, written: Callable[[], None]):
+        super().__init__(router)
+        self.written = written
+
+    def leave(self) -> None:
+        self.written()
+
+
 class FullyAsyncRollout:
     """Consumes draws, keeps groups in flight, produces a batch whenever one is asked for and ready.
 
-    There is no loop: `fill` starts what may be started, after every event that can make room (a group ended, a batch was
-    taken, a publish, a get). A fault in any group ends the pending or the next get at once, with that fault.
+    There is no loop: `fill` starts what may be started, after every event that can make room (a sample was written, a group
+    ended, a batch was taken, a publish, a get). A fault in any group ends the pending or the next get at once, with that fault.
     """
 
     def __init__(self, args: RunConfig, context: RolloutContext):
         self.args = args
         self.context = context
-        self.places = args.max_concurrent_groups or max(context.num_engines * args.engine_max_running // args.n_samples_per_prompt, 1)
+        self.slots = max(context.num_engines * args.engine_max_running, args.n_samples_per_prompt)
         self.buffer = GroupBuffer(capacity=max(floor(args.buffer_factor * args.rollout_batch_size), 1))
         self.flights: dict[int, Flight] = {}  # group index -> flight
         self.started: Counter[int] = Counter()  # version -> flights of it
+        self.writing = 0  # samples of flights that engines are asked for
         self.tasks: set[asyncio.Task[None]] = set()
         self.pacing: Pacing | None = None  # from the first get on
         self.drained: dict[int, list[int]] = {}  # rollout id -> its group indices
@@ -75,7 +86,6 @@ class FullyAsyncRollout:
         self.closed = False
         self.getting = False
         self.event = asyncio.Event()
-        self.seat = OpenSeat(context.router)
 
     async def __call__(self, rollout_id: int) -> RolloutOutput:
         assert not self.getting, "one rollout at a time"
@@ -135,7 +145,7 @@ class FullyAsyncRollout:
         self.context.verdicts.load_state(state.values["verdicts"])
 
     def fill(self) -> None:
-        """Start as many groups as there are places, buffer and pacing for."""
+        """Start as many groups as there are slots, buffer and pacing for."""
         pacing = self.pacing
         if pacing is None or self.closed or self.failure is not None:
             return
@@ -145,39 +155,39 @@ class FullyAsyncRollout:
             if group is None:
                 break
             self.context.ledger.note("taken", group.group_index, prompt=group.prompt_index, epoch=group.epoch, attempt=group.attempt)
-            self.flights[group.group_index] = Flight(group, pacing.version)
-            self.started[pacing.version] += 1
+            flight = self.flights[group.group_index] = Flight(group, pacing.version)
+            self._count_in(flight)
             task = asyncio.ensure_future(self._fly(group.group_index))
             self.tasks.add(task)
             task.add_done_callback(self._landed)
 
     def _startable(self, pacing: Pacing) -> int:
-        """Groups that may be started now. A few wait for more, while many others are in flight: engines answer short requests much
-        faster when they come together."""
-        waiting, flying, awaited = len(self.buffer.waiting), len(self.flights), pacing.batch_size if self.getting else 0
-        room = min(
-            self.places - flying - self.buffer.overflow(awaited),
-            pacing.room(flying + waiting),
-            self.places if waiting < self.buffer.capacity + awaited else 0,
-        )
-        bunch = min(pacing.batch_size, self.places) // BUNCHES
-        return 0 if room < bunch and flying >= FLYING_BUNCHES * bunch else room
+        """Groups that may be started now."""
+        args, flying = self.args, len(self.flights)
+        if self.buffer.is_full(pacing.batch_size if self.getting else 0):
+            return 0
+        if args.max_concurrent_groups is not None:
+            places = args.max_concurrent_groups - flying
+        else:
+            places = (self.slots - self.writing) // args.n_samples_per_prompt
+        return min(places, pacing.room(flying + len(self.buffer.waiting)))
 
     async def _fly(self, index: int) -> None:
         """One draw, with its retries, until it is in the buffer, refused, or given up."""
         context, flight = self.context, self.flights[index]
         verdicts = context.verdicts
+        seat = FlightSeat(context.router, partial(self._written, flight))
         while True:
             group = flight.group
             try:
-                await run_group(context, group, [self.seat] * len(group.samples), "t", flight.carried)
+                await run_group(context, group, [seat] * len(group.samples), "t", flight.carried)
             except GroupFailed as failure:
                 if not verdicts.retries(group, failure, flight.kept if failure.kind in TIMING else 0):
                     break
                 assert self.pacing is not None
                 self._count_out(flight)
                 flight.go_on(failure, self.pacing.version)
-                self.started[flight.version] += 1
+                self._count_in(flight)
                 continue
             context.data.note_scored(group)
             if verdicts.passes(group):
@@ -185,20 +195,35 @@ class FullyAsyncRollout:
             break
         self._count_out(self.flights.pop(index))
 
+    def _count_in(self, flight: Flight) -> None:
+        self.started[flight.version] += 1
+        flight.writing = sum(map(is_open, flight.group.samples))
+        self.writing += flight.writing
+
     def _count_out(self, flight: Flight) -> None:
+        self.writing -= flight.writing  # of siblings that were cut off before they began
         self.started[flight.version] -= 1
         if not self.started[flight.version]:
             del self.started[flight.version]
+
+    def _written(self, flight: Flight) -> None:
+        flight.writing -= 1
+        self.writing -= 1
+        self._room_made()
 
     def _landed(self, task: asyncio.Task[None]) -> None:
         self.tasks.discard(task)
         if not task.cancelled():
             self.failure = self.failure or task.exception()
+        self._room_made()
+        self.event.set()
+
+    def _room_made(self) -> None:
         try:
             self.fill()
-        except Exception as error:  # a callback has no caller: the get raises it
+        except Exception as error:  # nobody here has asked for it: the get raises it
             self.failure = self.failure or error
-        self.event.set()
+            self.event.set()
 
     def _begin(self, rollout_id: int) -> Pacing:
         if self.pacing is None:
@@ -252,7 +277,8 @@ class FullyAsyncRollout:
             "groups_in_flight": sorted(self.flights),
             "groups_waiting": len(self.buffer.waiting),
             "buffer_capacity": self.buffer.capacity,
-            "places": self.places,
+            "samples_writing": self.writing,
+            "slots": self.slots,
             "next_rollout": self.pacing.next_rollout if self.pacing else None,
             "pacing_room": self.pacing.room(len(self.flights) + len(self.buffer.waiting)) if self.pacing else None,
         }
@@ -262,4 +288,5 @@ class FullyAsyncRollout:
         await cut_off(list(self.tasks))
         self.flights.clear()
         self.started.clear()
+        self.writing = 0
         self.buffer.waiting.clear()

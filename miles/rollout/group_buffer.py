@@ -19,9 +19,8 @@ class Finished(NamedTuple):
 class GroupBuffer:
     """Finished groups in the order in which they finished. Refused and failed ones never come in.
 
-    Holds `capacity` groups. A group that finishes when it is full still comes in, but keeps its place among those in flight
-    until there is room: so a full buffer blocks the producer, and never a rollout that waits for just that group. While a
-    rollout is waited for, what it will take does not count against the capacity.
+    Holds `capacity` groups: when it is full, the producer starts nothing. A group that finishes then still comes in, so that a
+    rollout that waits for just that group gets it. While a rollout is waited for, what it will take does not count.
     """
 
     capacity: int
@@ -40,9 +39,9 @@ class GroupBuffer:
         self.waiting[:0] = entries
         self._oldest = -1
 
-    def overflow(self, awaited: int) -> int:
-        """Groups beyond the capacity, which still hold their places in flight. `awaited`: what a waiting get will take."""
-        return max(len(self.waiting) - self.capacity - awaited, 0)
+    def is_full(self, awaited: int) -> bool:
+        """`awaited`: groups that a waiting get will take."""
+        return len(self.waiting) >= self.capacity + awaited
 
     def take_stale(self, pacing: Pacing) -> list[Finished]:
         """Remove and return the groups whose oldest token lags more than max_staleness behind the current version."""

@@ -91,6 +91,7 @@ class RolloutExecutor:
             self.context.router = self.watched = WatchedRouter(self.router)
         self.rollout_fn = self.saves.function = self.make_rollout_fn(self.args, self.context)
         gc.freeze()  # what is loaded by now stays: collections need not walk the data set and the libraries again and again
+        gc.set_threshold(50_000, 20, 20)  # little of it is cyclic: with Python's own thresholds a third of the time was spent on looking
 
     def _num_rollout(self) -> int:
         if self.args.num_rollout is not None:

@@ -106,6 +106,11 @@ async def test_slots_are_bounded_and_all_used(make_args: MakeArgs, start: Start)
     pending = asyncio.ensure_future(executor.get(0))
     await settle()
     assert engine.running == 6, "three groups of two fill the engine's six slots"
+    for written in ("t-g0.0.0", "t-g2.0.1"):
+        engine.release(written)
+    await settle()
+    assert engine.running == 6, "two siblings that are done make room for another group"
+    assert numbers_of(engine) == [0, 1, 2, 3]
     while not pending.done():
         engine.release_all()
         await settle()

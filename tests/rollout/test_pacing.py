@@ -67,8 +67,8 @@ class Producer:
     def fill(self, getting: bool) -> None:
         awaited = self.pacing.batch_size if getting else 0
         while (
-            len(self.flights) + self.buffer.overflow(awaited) < self.places
-            and len(self.buffer.waiting) < self.buffer.capacity + awaited
+            len(self.flights) < self.places
+            and not self.buffer.is_full(awaited)
             and self.pacing.room(len(self.flights) + len(self.buffer.waiting)) > 0
         ):
             self.flights[self.draws] = self.pacing.version
@@ -114,7 +114,7 @@ def test_for_any_order_of_ends_no_token_is_too_old_and_nothing_is_lost(
             index = dice.choice(sorted(run.flights))
             run.buffer.put(group_of(index, run.flights.pop(index)), 0)
             run.fill(getting=False)
-            assert len(run.flights) + run.buffer.overflow(0) <= places
+            assert len(run.flights) <= places
             assert len(run.buffer.waiting) <= run.buffer.capacity + places
         if (rollout + 1) % interval == 0:
             pacing.publish(pacing.version + 1)
