@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ class Pace:
     answer: float = 0.0  # seconds of one completion
     train: float = 0.0  # seconds of one rollout's training
     generated: int = 0  # tokens, those of cut off requests too
+    cpu: list[float] = field(default_factory=list)  # seconds of this process when each training began
 
 
 PACE = Pace()
@@ -81,6 +82,7 @@ class NullTrainer:
     def init(self, address: str, port: int) -> None: ...
 
     def train(self, rollout_id: int, share: Any, values: Any = None) -> TrainResult:
+        PACE.cpu.append(time.process_time())
         self.store.get(share)
         time.sleep(PACE.train)
         self.step += 1
@@ -102,7 +104,7 @@ def reward(sample: Any) -> float:
 
 
 def run(folder: Path, name: str, pace: Pace, flags: dict[str, object]) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl. `pace.generated` is counted up."""
+    """The lines of metrics.jsonl. `pace.generated` and `pace.cpu` are filled."""
     global PACE
     PACE = pace
     miles.engines.embedded.engine.EmbeddedEngine = NullEngine  # type: ignore[misc,assignment]
