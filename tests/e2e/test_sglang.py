@@ -1,4 +1,4 @@
-"""A whole run on real SGLang servers: fully asynchronous, with Ray, and a server that dies on the way."""
+"""A whole run on a real SGLang server: fully asynchronous, of adapters, with Ray, and a server that dies on the way."""
 
 import json
 import os
@@ -37,6 +37,8 @@ def test_a_fully_asynchronous_run_survives_the_death_of_its_server(launch):
         "sglang",
         *FLAGS,
         "--fully-async",
+        "--lora-rank",
+        4,
         "--num-rollout",
         6,
         "--no-eval-data",

@@ -1,6 +1,7 @@
 """Small plain classes to host."""
 
 import asyncio
+import gc
 import os
 import sys
 import threading
@@ -30,6 +31,9 @@ class Plain:
 
     def where(self):
         return os.getpid(), threading.get_ident() == self.built_on, os.environ.get("OMP_NUM_THREADS")
+
+    def collections(self):
+        return gc.isenabled(), gc.get_freeze_count()
 
     def busy_here_in_compute(self, seconds):
         time.sleep(seconds)

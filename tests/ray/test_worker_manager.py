@@ -162,6 +162,9 @@ async def test_arrays_travel_through_the_store_read_only_and_are_freed(pair):
 @pytest.mark.case("C83")
 async def test_shutdown_disposes_and_leaves_no_process(ray_manager):
     worker = await ray_manager.start(plain("one"))
+    collecting, frozen = await worker.collections()
+    assert collecting
+    assert frozen > 10_000, "what was imported is not looked through"
     pid, _, _ = await worker.where()
     child = await worker.spawn()
     stuck = asyncio.ensure_future(worker.busy_here_in_compute(60))

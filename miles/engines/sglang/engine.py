@@ -21,7 +21,7 @@ from miles.engines.sglang.client import Client
 from miles.engines.sglang.commands import Commands
 from miles.engines.sglang.flights import Flights
 from miles.engines.sglang.launcher import LOADER
-from miles.engines.sglang.options import server_options
+from miles.engines.sglang.options import cpu_environment, server_options
 from miles.engines.sglang.server import Server, server_version
 from miles.engines.sglang.versions import Version
 from miles.types import Completion, EngineHealth, GenerateRequest, PauseMode, PublishPlan
@@ -100,9 +100,9 @@ class SGLangEngine:
         Version.of(await asyncio.to_thread(server_version, python))
         device = pick_device(args.device).type
         options = server_options(args, device=device, has_tokenizer=model.stopping.tokenizer is not None)
-        environment = {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
-        if args.engine_threads or device == "cpu":
-            environment["OMP_NUM_THREADS"] = str(args.engine_threads or 1)
+        environment = cpu_environment(options, args.engine_threads or 1) if device == "cpu" else {}
+        if args.engine_threads:
+            environment["OMP_NUM_THREADS"] = str(args.engine_threads)
         self._server = Server(python, options, Path(args.run_dir) / "logs" / f"{self.name}-sglang.log", environment)
         return self._server.url
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -51,6 +52,17 @@ def server_options(args: RunConfig, *, device: str, has_tokenizer: bool) -> dict
         if args.colocate:
             options |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
     return options | args.sglang
+
+
+def cpu_environment(options: Mapping[str, Any], threads: int) -> dict[str, str]:
+    """What a server on a CPU is told beside its options. SGLang wants a NUMA node for each rank, or a list of cores: the cores of this
+    process are dealt out, and serve several ranks where there are fewer."""
+    environment = {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads)}
+    if (ranks := int(options.get("tp_size", 1))) > 1:
+        cores = sorted(os.sched_getaffinity(0))
+        shares = [cores[rank::ranks] or [cores[rank % len(cores)]] for rank in range(ranks)]
+        environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
+    return environment
 
 
 def graph_sizes(running: int) -> list[int]:

@@ -13,7 +13,7 @@ from miles.config.run_config import RunConfig
 from miles.config.validate import validate
 from miles.engines.sglang.client import Client
 from miles.engines.sglang.engine import SGLangEngine
-from miles.engines.sglang.options import flags, graph_sizes, server_options
+from miles.engines.sglang.options import cpu_environment, flags, graph_sizes, server_options
 from miles.engines.sglang.places import find_places
 from miles.engines.sglang.server import Server, ServerGone, server_version
 from miles.engines.sglang.sharded import ShardedWeights
@@ -41,6 +41,17 @@ def test_options_of_a_table_are_stronger_than_defaults() -> None:
     assert server_options(args, device="cpu", has_tokenizer=False)["skip_tokenizer_init"] is True
     two = server_options(RunConfig(hf_checkpoint="m", gpus_per_engine=2.0), device="cuda", has_tokenizer=True)
     assert (two["tp_size"], two["mem_fraction_static"]) == (2, 0.9)
+
+
+def test_ranks_on_a_cpu_have_cores_of_their_own_where_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cores(ranks: int, available: set[int]) -> str | None:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: available)
+        return cpu_environment({"tp_size": ranks}, 1).get("SGLANG_CPU_OMP_THREADS_BIND")
+
+    assert cores(1, {0, 1}) is None
+    assert cores(2, {0, 1}) == "0|1"
+    assert cores(2, {4, 5, 6, 9}) == "4,6|5,9"
+    assert cores(4, {3, 7}) == "3|7|3|7"
 
 
 def test_options_become_flags() -> None:
