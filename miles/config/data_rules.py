@@ -53,3 +53,5 @@ def rewards(args: RunConfig) -> Iterator[Problem]:
         yield wrong(args, "reward", "needs --reward-url")
     if "judge" in used and not (args.judge_url and args.judge_model):
         yield wrong(args, "reward", "needs --judge-url and --judge-model")
+    if args.judge_key is not None and not args.judge_key.startswith(("file:", "env:")):
+        yield wrong(args, "judge_key", "wants file:PATH or env:NAME, not the key itself")

@@ -161,7 +161,7 @@ class FirstRows:
     is_all: bool  # the file has no more
 
 
-def check_prompts(path: str, args: DataSection, most: int = CHECKED_EARLY) -> FirstRows:
+def check_prompts(path: str, args: DataSection, difficulty: str | None = None, most: int = CHECKED_EARLY) -> FirstRows:
     """Look at the first rows of a file as `load_prompts` will, for who has no tokenizer yet; raises what it will raise."""
     count = labelled = seen = 0
     first_bad: BadRowError | None = None
@@ -169,6 +169,8 @@ def check_prompts(path: str, args: DataSection, most: int = CHECKED_EARLY) -> Fi
         seen += 1
         try:
             _, row = read_row(None, found.origin, found.value, args)
+            if difficulty is not None:
+                _difficulty(found.value, row.metadata, difficulty)
         except ValueError as error:
             first_bad = first_bad or BadRowError(f"{path}, {found.origin}: {error}")
             if not args.skip_bad_rows:

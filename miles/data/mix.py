@@ -9,6 +9,7 @@ from typing import Any, overload
 
 import numpy as np
 
+from miles.config.data import DataSection
 from miles.config.run_config import RunConfig
 from miles.data.data_source import DatasetSource
 from miles.data.dataset import PromptRow, load_prompts
@@ -39,13 +40,18 @@ class Joined(Sequence[PromptRow]):
         return self._parts[part][index - self._starts[part]]
 
 
+def difficulty_field(args: DataSection) -> str | None:
+    """The field of rows that tells how hard they are, where a curriculum goes by one."""
+    return args.curriculum if args.curriculum != PASS_RATE else None
+
+
 def load_source(args: RunConfig, tokenizer: Any) -> DatasetSource:
     """Read all training sets; the source knows of each row which set it is from, where there are several.
 
     Raises:
         ValueError: as load_prompts; a weight so small that its set would never be drawn.
     """
-    field = args.curriculum if args.curriculum != PASS_RATE else None
+    field = difficulty_field(args)
     sets = {name: load_prompts(path, tokenizer, args, field, lazy=args.lazy_data) for name, path in args.prompt_data.items()}
     sizes = tuple(len(each.rows) for each in sets.values())
     weights = tuple(args.prompt_weights[name] for name in sets) if args.prompt_weights else None

@@ -7,6 +7,7 @@ from pathlib import Path
 from miles.config.reward import parts_of
 from miles.config.run_config import RunConfig
 from miles.data.dataset import FirstRows, check_prompts
+from miles.data.mix import difficulty_field
 from miles.plugins import check
 from miles.rewards import call
 from miles.rollout import filters, functions, generate, rollout_executor
@@ -21,7 +22,8 @@ def check_run(args: RunConfig) -> None:
         ValueError: a name that is nothing, a row that cannot be used, a file with too few rows, or without labels.
     """
     check_plugs(args)
-    found = [check_data(args, path, args.reward_by_set.get(name, args.reward)) for name, path in args.prompt_data.items()]
+    field = difficulty_field(args)
+    found = [check_data(args, path, args.reward_by_set.get(name, args.reward), field) for name, path in args.prompt_data.items()]
     rows = sum(part.count for part in found if part is not None)
     if rows < args.rollout_batch_size and all(part is not None and part.is_all for part in found):
         raise rollout_executor.too_few(args, rows)
@@ -46,11 +48,11 @@ def check_plugs(args: RunConfig) -> None:
             check(name, builtin, setting=setting)
 
 
-def check_data(args: RunConfig, path: str, reward_name: str) -> FirstRows | None:
+def check_data(args: RunConfig, path: str, reward_name: str, difficulty: str | None = None) -> FirstRows | None:
     """The first rows of a file. A folder of datasets.save_to_disk is left to the executor: its library takes seconds to import."""
     if Path(path).expanduser().is_dir():
         return None
-    found = check_prompts(path, args)
+    found = check_prompts(path, args, difficulty)
     if found.labelled == 0 and COMPARE_WITH_LABEL & parts_of(reward_name).keys():
         raise ValueError(
             f"{path}: no row has a field {args.label_key!r} (--label-key), and the reward {reward_name!r} compares answers with it"

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles.data.rollout_data import pack, select, split, sums, unpack_sample
-from miles.types import PromptGroup, Sample, VersionSpan
+from miles.types import Likeliest, PromptGroup, Sample, VersionSpan
 
 
 def sample(index, group, prompt=(5, 6), response=(19, 2), **changes):
@@ -108,6 +108,8 @@ def test_the_shapes_and_types_that_are_promised():
         ({"response_ids": [19, -1]}, "a negative token id, at token 3"),
         ({"reward": float("inf")}, "an infinite reward"),
         ({"prompt_ids": []}, "has no prompt tokens"),
+        ({"teacher_logprobs": [-0.1]}, "1 log-probs of the teacher for 2 response ids"),
+        ({"likeliest": Likeliest(np.zeros((1, 3), np.int32), np.zeros((1, 3), np.float32))}, "1 rows of likeliest tokens for 2 response ids"),
     ],
 )
 def test_what_does_not_pair_up_is_an_error_that_names_the_sample(changes, reason):

@@ -66,6 +66,7 @@ def test_a_mix_that_cannot_be_read_is_refused_at_start(reward):
         (["--prompt-data", "a.jsonl", "--reward-by-set", "b=math"], "no set is called b; there are a"),
         (["--prompt-data", "a.jsonl", "--reward-by-set", "a=math=x"], "--reward-by-set: 'math=x'"),
         (["--reward", "math=1,judge=1"], "needs --judge-url and --judge-model"),
+        (["--judge-key", "sk-123"], "wants file:PATH or env:NAME, not the key itself"),
         (["--eval-reward", "remote"], "needs --reward-url"),
     ],
 )

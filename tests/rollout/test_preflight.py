@@ -31,6 +31,7 @@ def test_a_run_that_is_well_is_let_through(make_args: MakeArgs, tmp_path: Path) 
         ({"eval_function": "nowhere.evaluate"}, "--eval-function: no module 'nowhere'"),
         ({"rollout_batch_size": 65}, "has 64 prompts, fewer than --rollout-batch-size 65"),
         ({"label_key": "answer", "reward": "exact"}, "no row has a field 'answer' .--label-key., and the reward 'exact' compares"),
+        ({"curriculum": "levle"}, "line 1: field 'levle' .--curriculum.: missing"),
         ({"prompt_key": "question"}, "line 1: no field 'question' .--prompt-key."),
     ],
 )

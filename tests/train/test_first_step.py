@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from miles.protocols import FirstStepWrong
+from miles.train.first_step import NOISE, FirstStep
 from miles.train.trainer import Trainer
 from miles.types import TrainShare
 from tests.train.rollouts import Store, make_shares, make_trainer, settings
@@ -68,6 +69,26 @@ def test_a_truncated_distribution_is_a_sampling_filter(tiny: str) -> None:
     share.data.rollout_logprobs -= np.log(kept) * (share.data.loss_mask > 0)
     assert "sampling filter" in (said := finding(trainer, share))
     assert "top-p, top-k, min-p" in said
+
+
+def test_one_token_beyond_the_noise_is_a_fault(tiny: str) -> None:
+    trainer = verifying(tiny)
+    share = honest(trainer)
+    place = int(np.flatnonzero(share.data.loss_mask)[0])
+    share.data.rollout_logprobs[place] -= 2 * NOISE["float32"].largest
+    assert "numerics" in (said := finding(trainer, share))
+    assert "0.01 at most" in said
+
+
+def test_a_ratio_that_its_own_pass_gives_is_exactly_1(tiny: str) -> None:
+    trainer = verifying(tiny)
+    share = honest(trainer)
+    columns, steps = trainer._prepare(share, None)
+    check = FirstStep(trainer.args, trainer.model, trainer.ranks, trainer.rule, share, columns, steps[0])
+    rounding = {"train/ratio_deviation_max": 1e-6}
+    check.check_ratio(rounding, exact=False)
+    with pytest.raises(FirstStepWrong, match="1e-06 away from 1"):
+        check.check_ratio(rounding, exact=True)
 
 
 def test_tokens_of_older_weights_are_stale(tiny: str) -> None:

@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from miles.data.rollout_data import select, split
 from miles.train.checkpoint import newest_complete
+from miles.train.mesh import Ranks
+from miles.train.targets import fill_advantages, token_columns
 from miles.train.trainer import Trainer
 from miles.types import TrainShare
 from tests.train.rollouts import Store, make_data, make_shares, make_trainer, settings
@@ -179,6 +181,26 @@ def test_later_steps_of_a_rollout_see_the_policy_from_before_the_first(tiny: str
     assert metrics[0]["train/ratio_mean"] == pytest.approx(1.0)
     assert metrics[1]["train/ratio_mean"] != pytest.approx(1.0, abs=1e-6)
     assert metrics[1]["train/clip_fraction"] >= 0.0
+
+
+@pytest.mark.case("C40")
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_weights_and_moments_are_those_of_each_step_over_all_ranks(tiny: str, aggregation: Any) -> None:
+    args = settings(tiny, advantage_estimator="reinforce_plus_plus", loss_aggregation=aggregation, global_batch_size=8)
+    weights, advantages = [0.0, 0.0], [np.zeros(0)] * 2
+    for ranks in (1, 2):
+        for share in make_shares(0, ranks=ranks, samples_per_step=8):
+            columns = token_columns(share, args, torch.device("cpu"))
+            step_of = np.repeat(share.batch.step_of[share.positions], np.diff(share.data.offsets))
+            for step in range(2):
+                weights[step] += float(columns.weights.numpy()[step_of == step].sum())
+            if ranks == 1:
+                fill_advantages(columns, share, args, Ranks(0, 1, torch.device("cpu")))
+                for step in range(2):
+                    advantages[step] = columns.advantages.numpy()[columns.trained & (step_of == step)]
+    assert weights == pytest.approx([2.0, 2.0]), "1 for each step, by one rank as by two together"
+    for own in advantages:
+        assert (own.mean(), own.std()) == pytest.approx((0.0, 1.0), abs=1e-5)
 
 
 @pytest.mark.case("C46")
