@@ -11,7 +11,7 @@ from typing import Any
 
 from miles.config import toml
 from miles.config.run_config import RunConfig
-from miles.config.schema import settings
+from miles.config.schema import flag, settings
 from miles.config.validate import newest_checkpoint
 
 ORIGIN = "resume"
@@ -46,7 +46,14 @@ def is_same_unfinished(args: RunConfig) -> bool:
     newest = newest_checkpoint(Path(args.checkpoint_dir).expanduser())
     if newest is None or newest + 1 >= _num_rollout(args, newest):
         return False
-    return _compared(toml.read(str(file)).values) == _compared(args.__dict__)
+    return not changed(args, file.parent)
+
+
+def changed(args: RunConfig, folder: Path) -> list[str]:
+    """Settings that are not those of the run in this folder, as "--lr 0.001 (was 0.01)"."""
+    was, now = _compared(toml.read(str(folder / "config.toml")).values), _compared(args.__dict__)
+    names = [name for name in settings() if was.get(name) != now.get(name)]
+    return [f"{flag(name)} {now.get(name)} (was {was.get(name)})" for name in names]
 
 
 def _num_rollout(args: RunConfig, newest: int) -> int:

@@ -25,6 +25,7 @@ from typing import Any
 
 from miles.config import toml
 from miles.config.places import newest_checkpoint
+from miles.config.resume import changed
 from miles.config.run_config import RunConfig
 from miles.tracking import ledger, waits
 
@@ -74,7 +75,7 @@ def _prepare(args: RunConfig) -> Path:
         elif _is_false_start(folder):
             shutil.rmtree(folder)
         else:
-            _move_aside(folder)
+            _move_aside(folder, args)
     for part in ("logs", "samples", "checkpoints"):
         (folder / part).mkdir(parents=True, exist_ok=True)
     for told in (folder / END, folder / "logs" / waits.ASKED, *(folder / "logs").glob(f"*{waits.ENDING}*")):  # of the process before
@@ -135,11 +136,14 @@ def _is_false_start(folder: Path) -> bool:
     return not measured and not any(path for part in ("samples", "checkpoints") for path in (folder / part).glob("*"))
 
 
-def _move_aside(folder: Path) -> None:
+def _move_aside(folder: Path, args: RunConfig) -> None:
     taken = [int(match[1]) for path in folder.parent.glob(f"{folder.name}.*") if (match := re.fullmatch(r".*\.(\d+)", path.name))]
     aside = folder.with_name(f"{folder.name}.{max(taken, default=0) + 1}")
     folder.rename(aside)
-    logger.info("an earlier run of this name is now %s (miles train-async --resume %s goes on with one that has checkpoints)", aside, aside)
+    differ = ", ".join(changed(args, aside)[:5]) if (aside / "config.toml").exists() else ""
+    why = f"; this one has {differ}" if differ else ""
+    text = "an earlier run of this name is now %s%s (miles train-async --resume %s goes on with one that has checkpoints)"
+    logger.info(text, aside, why, aside)
 
 
 def cut(folder: Path, first: int) -> None:

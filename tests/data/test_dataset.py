@@ -233,11 +233,12 @@ def test_directories(tokenizers, tmp_path):
 
 
 def test_templating_off(tokenizers, tmp_path):
-    path = write(tmp_path / "d.jsonl", ROWS)
+    path = write(tmp_path / "d.jsonl", [{**ROWS[0], "tools": [{"type": "function"}]}, *ROWS[1:]])
     with pytest.raises(BadRowError, match="line 2: field 'prompt': the prompt is a list, and --no-apply-chat-template"):
         load_prompts(path, tokenizers(None), DataSection(apply_chat_template=False))
     read = load_prompts(path, tokenizers(None), DataSection(apply_chat_template=False, skip_bad_rows=True))
     assert [tokenizers().decode(row.prompt_ids) for row in read.rows] == ["1+1?", "1+3?"]
+    assert read.rows[0].tools is None, "no template shows them"
 
 
 def test_numpy_formats_of_a_saved_data_set_do_not_leak(tokenizers, tmp_path):

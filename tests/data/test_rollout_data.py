@@ -109,7 +109,10 @@ def test_the_shapes_and_types_that_are_promised():
         ({"reward": float("inf")}, "an infinite reward"),
         ({"prompt_ids": []}, "has no prompt tokens"),
         ({"teacher_logprobs": [-0.1]}, "1 log-probs of the teacher for 2 response ids"),
-        ({"likeliest": Likeliest(np.zeros((1, 3), np.int32), np.zeros((1, 3), np.float32))}, "1 rows of likeliest tokens for 2 response ids"),
+        (
+            {"likeliest": Likeliest(np.zeros((1, 3), np.int32), np.zeros((1, 3), np.float32))},
+            "1 rows of likeliest tokens for 2 response ids",
+        ),
     ],
 )
 def test_what_does_not_pair_up_is_an_error_that_names_the_sample(changes, reason):

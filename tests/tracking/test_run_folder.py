@@ -1,5 +1,6 @@
 """The run folder: new, moved aside, or continued without a fold-back."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -19,13 +20,18 @@ def test_a_new_folder_has_its_parts_and_the_effective_settings(make):
     assert tomllib.loads((folder / "config.toml").read_text())["run"]["seed"] == 7
 
 
-def test_an_earlier_run_is_moved_aside_never_overwritten(make):
+def test_an_earlier_run_is_moved_aside_never_overwritten(make, caplog):
+    caplog.set_level(logging.INFO)
     args = make()
     for number in range(3):
         folder = run_folder.prepare(args)
         (folder / "mine").write_text(str(number))
     names = {path.name: (path / "mine").read_text() for path in Path(args.run_root).iterdir()}
     assert names == {"r": "2", "r.1": "0", "r.2": "1"}
+    assert "(was" not in caplog.text
+    run_folder.prepare(make(seed=7, lora_rank=8))
+    assert f"r.3; this one has --seed 7 (was {args.seed}), " in caplog.text
+    assert "--lora-rank 8 (was None)" in caplog.text
 
 
 @pytest.mark.parametrize("left", [None, "samples/rollout_0.jsonl", "checkpoints/rollout_000000/COMPLETE", "notes.txt", "metrics.jsonl"])
