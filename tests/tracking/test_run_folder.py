@@ -31,7 +31,7 @@ def test_an_earlier_run_is_moved_aside_never_overwritten(make, caplog):
     assert "(was" not in caplog.text
     run_folder.prepare(make(seed=7, lora_rank=8))
     assert f"r.3; this one has --seed 7 (was {args.seed}), " in caplog.text
-    assert "--lora-rank 8 (was None)" in caplog.text
+    assert "--lora-rank 8 (was 0)" in caplog.text
 
 
 @pytest.mark.parametrize("left", [None, "samples/rollout_0.jsonl", "checkpoints/rollout_000000/COMPLETE", "notes.txt", "metrics.jsonl"])
