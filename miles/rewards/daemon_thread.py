@@ -107,7 +107,7 @@ class DaemonThreads:
                 for _ in range(min(len(self._waiting), MOST_AT_ONCE - self._working)):
                     self._add_thread()
             ends = [call.begun + call.limit for call in self._running]
-            waits = bool(self._waiting) and self._working < MOST_AT_ONCE
+            waits = bool(self._waiting) and len(self._running) < MOST_AT_ONCE  # of threads some may not have begun yet
         for call in late:
             if not call.outcome.done():
                 call.outcome.set_exception(CallLate())

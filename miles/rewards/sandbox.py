@@ -32,7 +32,7 @@ MOST_OUTPUT = 2**20
 CLOCK_FACTOR = 3
 PROCESSES = 32
 LOOK_EVERY = 0.05
-"""Seconds between looks at how many processes there are: root is above the kernel's own limit."""
+"""Seconds between looks at how many processes there are."""
 STARTING = 5.0
 """Seconds that Python and the namespaces may take to start on a busy machine, beside the program's own limit."""
 

@@ -82,7 +82,7 @@ class FirstStep:
         Raises:
             FirstStepWrong: numerics.
         """
-        deviation = metrics["train/ratio_deviation_max"]
+        deviation = metrics.get("train/ratio_deviation_max", 0.0)  # sft has no ratio
         if deviation > (0.0 if exact else np.expm1(self.noise.largest)):
             raise FirstStepWrong("numerics", f"the policy ratio is {deviation:.3g} away from 1, although nothing was trained yet")
         return self.found

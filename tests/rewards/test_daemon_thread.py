@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from miles.rewards import daemon_thread
 from miles.rewards.daemon_thread import MOST_AT_ONCE, CallLate, DaemonThreads
 
 
@@ -16,9 +17,11 @@ async def threads():
     made.close()
 
 
-async def test_short_calls_share_a_thread(threads):
+async def test_short_calls_share_a_thread(threads, monkeypatch):
+    monkeypatch.setattr(daemon_thread, "SPACING", 0.0)
+    monkeypatch.setattr(daemon_thread, "PATIENCE", 30.0)  # a busy machine holds a thread up, too
     names = await asyncio.gather(*(threads.run(threading.get_ident, limit=60) for _ in range(200)))
-    assert len(set(names)) <= 2, "a second one only where the first was held up"
+    assert len(set(names)) == 1
 
 
 async def test_long_calls_run_side_by_side(threads):
@@ -27,7 +30,8 @@ async def test_long_calls_run_side_by_side(threads):
     assert sorted(places) == list(range(MOST_AT_ONCE))
 
 
-async def test_a_call_past_its_limit_is_left_behind_and_gives_its_place(threads):
+@pytest.mark.parametrize("again", range(5))
+async def test_a_call_past_its_limit_is_left_behind_and_gives_its_place(threads, again):
     end = threading.Event()
     late = [threads.run(end.wait, limit=0.05) for _ in range(MOST_AT_ONCE)]
     outcomes = await asyncio.gather(*late, threads.run(int, "3", limit=60), return_exceptions=True)

@@ -44,6 +44,8 @@ async def test_a_reward_for_each_set(scorer, answer):
         await each.score(sample)
         rewards.append(sample.reward)
     assert rewards == [1.0, 1.0, 0.0, 0.0]
+    await scorer("math=-0.5", reward_workers=0).score(sample)
+    assert sample.reward == -0.5, "one part alone has its weight too"
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,8 @@ async def counted(sample: Sample) -> float:
 
 async def by_label(sample: Sample) -> float | None:
     """What the label says: a list gives each sibling its own reward."""
-    return sample.label[sample.sample_index % len(sample.label)] if isinstance(sample.label, list) else sample.label
+    said = sample.label[sample.sample_index % len(sample.label)] if isinstance(sample.label, list) else sample.label
+    return None if said is None else float(said)
 
 
 async def raises(sample: Sample) -> float:

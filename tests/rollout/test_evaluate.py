@@ -34,6 +34,7 @@ def test_pass_at_k_is_unbiased_per_prompt_and_then_averaged() -> None:
     assert pass_at([[1, 0, 0, 0], [1, 1, 1, 1]], 4) == {1: 0.625, 2: 0.75, 4: 1.0}
     assert pass_at([[1, 0], [0, 0, 0, 0]], 4) == {1: 0.25, 2: 0.5, 4: 0.0}, "a prompt with two samples says nothing of four"
     assert pass_at([[1.0, 0.0]], 1) == {1: 0.5}
+    assert pass_at([[1.0 - 1e-7, 0.9, 0.5, 2.0]], 1) == {1: 0.5}, "partly right is not solved, rounding is"
 
 
 @pytest.mark.case("C71")

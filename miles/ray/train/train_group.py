@@ -88,7 +88,7 @@ class TrainGroup:
         found = {name: value for name, value in {**rollout, **(steps[0] if steps else {})}.items() if name.startswith("verify/")}
         self._first_step |= found
         if "verify/logprob_abs_diff" in found:
-            logger.info("%s", first_step_passed(self._first_step, steps[0]["train/ratio_deviation_max"]))
+            logger.info("%s", first_step_passed(self._first_step, steps[0].get("train/ratio_deviation_max")))
 
     def _warn_if_all_rejected(self, steps: Sequence[Mapping[str, float]]) -> None:
         """Once: such a step moves the weights by nothing but its KL and entropy terms."""
@@ -239,14 +239,16 @@ class TrainGroup:
         return await self._run.guard.watch(all_or_first_error(calls))
 
 
-def first_step_passed(found: Mapping[str, float], ratio_deviation: float) -> str:
-    """The closing line of --verify-first-step, from its metrics."""
+def first_step_passed(found: Mapping[str, float], ratio_deviation: float | None) -> str:
+    """The closing line of --verify-first-step, from its metrics. `ratio_deviation`: None without a policy ratio, as in sft."""
     reference, gold = found.get("verify/reference_abs_diff_max"), found.get("verify/gold_answers")
     parts = [
         f"{found['verify/tokens_as_written']:.0f} trained tokens are as engines wrote them" if "verify/tokens_as_written" in found else "",
         f"log-probs of trainer and engines differ by {found['verify/logprob_abs_diff']:.2g} on average, "
         f"{found['verify/logprob_abs_diff_max']:.2g} at most",
-        "the policy ratio is 1" + (f" to {ratio_deviation:.2g}" if ratio_deviation else ""),
+        "there is no policy ratio"
+        if ratio_deviation is None
+        else "the policy ratio is 1" + (f" to {ratio_deviation:.2g}" if ratio_deviation else ""),
         "there is no KL to a reference"
         if reference is None
         else f"the KL to the reference is 0 (log-probs differ by {reference:.2g} at most)",
