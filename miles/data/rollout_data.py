@@ -135,7 +135,7 @@ def _deal(members: np.ndarray, lengths: np.ndarray, groups: np.ndarray, num_shar
     cuts = np.flatnonzero(np.diff(groups)) + 1
     siblings = np.split(np.arange(len(members)), cuts)
     parts = _lightest_first(siblings, lengths, num_shares, limit)
-    if min(map(len, parts)) == 0 and len(members) >= num_shares:
+    if sum(map(bool, parts)) < min(len(members), num_shares):
         parts = _lightest_first(siblings, lengths, num_shares, 0.0)
     return [members[np.sort(np.asarray(part, np.int64))] for part in parts]
 
