@@ -43,6 +43,10 @@ def cluster(monkeypatch):
     shutil.rmtree(folder, ignore_errors=True)
 
 
+def workers_on(head):
+    return [p for p in psutil.Process(head.pid).children(recursive=True) if "WorkerProcess" in " ".join(p.cmdline())]
+
+
 def test_a_run_joins_a_cluster_and_leaves_it_running(launch, cluster):
     address, head = cluster
     joined = launch("joined", "--ray-address", address, "--num-rollout", 2, "--console", "plain").end()
@@ -50,8 +54,20 @@ def test_a_run_joins_a_cluster_and_leaves_it_running(launch, cluster):
     assert f"joined the Ray cluster at {address}: 4 CPUs" in joined.out + joined.err
     assert [rollout for rollout, _ in joined.series("train/loss")] == [0, 1]
     assert head.poll() is None
-    workers = [p for p in psutil.Process(head.pid).children(recursive=True) if "WorkerProcess" in " ".join(p.cmdline())]
-    assert not workers, f"left on the cluster: {workers}"
+    assert not workers_on(head), f"left on the cluster: {workers_on(head)}"
+
+    killed = launch("killed", "--ray-address", address, "--num-rollout", 1000)
+    killed.wait_for(lambda process: process.trained(1))
+    workers = workers_on(head)
+    assert workers
+    killed.process.kill()
+    killed.process.wait()
+    psutil.wait_procs(workers, timeout=60)
+    assert not workers_on(head), f"left on the cluster: {workers_on(head)}"
+    for worker in workers:  # the next run on this host would remove them
+        for segment in Path("/dev/shm").glob(f"miles-weights-*-{worker.pid}-*"):
+            segment.unlink()
+    assert head.poll() is None
 
 
 def test_an_address_at_which_nobody_answers_is_one_line_at_once(launch):
