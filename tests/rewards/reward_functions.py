@@ -37,6 +37,22 @@ class ScaledAsync(Scaled):
         return self.scale
 
 
+class TwoAtOnce:
+    concurrency = 2
+
+    def __init__(self, args):
+        self.inside = 0
+
+    async def __call__(self, sample):
+        """How many calls are under way, this one with them."""
+        self.inside += 1
+        for _ in range(5):
+            await asyncio.sleep(0)
+        most = self.inside
+        self.inside -= 1
+        return most
+
+
 def table(sample):
     return {"reward": 0.5, "format": 1, "length": len(sample.response_ids)}
 

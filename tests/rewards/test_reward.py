@@ -36,6 +36,12 @@ async def test_a_class_is_made_with_the_settings(scorer, answer, function, worke
     assert sample.reward == 17.0
 
 
+async def test_a_class_says_how_many_of_its_calls_go_at_once(scorer, answer):
+    samples = [answer("x") for _ in range(9)]
+    await scorer("reward_functions.TwoAtOnce").score_group(PromptGroup(1, 0, 0, samples))
+    assert max(sample.reward for sample in samples) == 2.0
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 async def test_a_table_gives_details_and_none_is_unscored(scorer, answer, workers):
     sample = answer("", response_ids=[1, 2])
