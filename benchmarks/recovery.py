@@ -5,19 +5,21 @@
 
 A whole fully asynchronous run of two engines with the control API and its healer. The cold start is a suspended engine's way back: from
 the start of its process until it serves. The recovery begins with SIGKILL, so it also holds the noticing. Training must go on meanwhile,
-with the other engine, in the same driver.
+with the other engine, in the same driver: what that one has must not be lost, and what the dead one had must go to it.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,8 +27,10 @@ from typing import Any
 import httpx
 from report import machine, summary, table, write
 
+from miles.tracking import ledger
+
 ROOT = Path(__file__).parent.parent
-ENGINE = "engine-1"
+ENGINE, INDEX = "engine-1", "1"
 HEALING = {
     "--health-interval": "0.5",
     "--health-timeout": "5",
@@ -44,7 +48,8 @@ class Run:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         flags = ["--config", options.config, "--run-root", str(folder), "--name", "recovery", "--console", "quiet", "--fully-async"]
-        flags += ["--num-engines", "2", "--num-rollout", "1000000", "--no-save-on-signal", "--eval-interval", "1000000"]
+        flags += ["--max-response-length", "96", "--engine-max-running", "2", "--num-engines", "2"]
+        flags += ["--num-rollout", "1000000", "--no-save-on-signal", "--eval-interval", "1000000"]
         flags += ["--device", options.device, *options.more]
         flags += ["--api-server-port", str(port), "--mini-ft-controller", *(part for pair in HEALING.items() for part in pair)]
         environment = os.environ | {
@@ -89,11 +94,18 @@ class Run:
         path = self.folder / "metrics.jsonl"
         return path.read_text().count("train/loss") if path.exists() else 0
 
+    def well(self) -> int:
+        """How often the healer closed a case. An engine that dies before that counts as one that cannot start: the next try waits."""
+        return self.read_log().count(f"fault_tolerance.healer: {ENGINE} is well again")
+
     def cold_start(self) -> float:
+        cases = self.well()
         self.client.patch(f"{self.url}/cells/{ENGINE}", json={"spec": {"suspend": True}}).raise_for_status()
         self.wait(lambda: self.cell()["status"]["phase"] == "Suspended", "the suspend")
         begin = self.wait(lambda: self.cell()["status"]["phase"] == "Pending", "the healer")
-        return self.wait(self.serves, "the cold start") - begin
+        seconds = self.wait(self.serves, "the cold start") - begin
+        self.wait(lambda: self.well() > cases, "the healer's look")
+        return seconds
 
     def killed(self) -> bool:
         """The API refuses a fault when the cell has changed since it was looked at, as it does at every publish."""
@@ -101,16 +113,32 @@ class Run:
         answer = self.client.post(f"{self.url}/cells/{ENGINE}/inject-fault", json=fault)
         return answer.status_code != 409 and answer.raise_for_status().is_success
 
-    def recovery(self) -> tuple[float, int]:
-        """Seconds, and the rollouts that were trained meanwhile."""
+    def recovery(self) -> dict[str, float]:
+        """Seconds, the rollouts that were trained meanwhile, and what became of requests."""
+        requests, retried, cases = self.failed_requests(), self.retried(), self.well()
         self.wait(self.killed, "a moment without a publish")
         before, begin = self.trained(), time.monotonic()
         self.wait(lambda: not self.serves(), "the noticing")
-        return self.wait(self.serves, "the recovery") - begin, self.trained() - before
+        seconds = self.wait(self.serves, "the recovery") - begin
+        self.wait(lambda: self.well() > cases, "the healer's look")
+        failed = self.failed_requests() - requests
+        others = sum(count for engine, count in failed.items() if engine != INDEX)
+        trained = self.trained() - before
+        return {"recovery": seconds, "trained": trained, "handed_over": failed[INDEX], "lost": others + self.retried() - retried}
+
+    def failed_requests(self) -> Counter[str]:
+        """By the engine that had them, as the router tells of each."""
+        return Counter(re.findall(r"engine (\d+) failed under request", (self.folder / "logs" / "executor.log").read_text()))
+
+    def retried(self) -> int:
+        """Groups that had to begin again: a request of theirs was cut off, and no engine went on with it."""
+        return sum(line["event"] == "retried" for line in ledger.read(self.folder / "ledger.jsonl"))
+
+    def read_log(self) -> str:
+        return Path(self.log.name).read_text()
 
     def tail(self) -> str:
-        self.log.flush()
-        return "\n".join(Path(self.log.name).read_text().splitlines()[-20:])
+        return "\n".join(self.read_log().splitlines()[-20:])
 
     def close(self) -> None:
         self.process.send_signal(signal.SIGTERM)
@@ -135,30 +163,28 @@ def main() -> None:
         try:
             run.connect()
             run.wait(lambda: run.trained() > 0, "the first rollout")
-            pairs = []
-            for _ in range(options.repeats):
-                run.wait(run.serves, "the engine")
-                pairs.append((run.cold_start(), *run.recovery()))
+            found = [{"cold_start": run.cold_start()} | run.recovery() for _ in range(options.repeats)]
         finally:
             run.close()
-    report(options, pairs)
+    report(options, found)
 
 
-def report(options: argparse.Namespace, pairs: list[tuple[float, float, float]]) -> None:
-    cold, recovered, trained = (summary(values) for values in zip(*pairs, strict=True))
-    ratio = summary([back / start for start, back, _ in pairs])
+def report(options: argparse.Namespace, found: list[dict[str, float]]) -> None:
+    values = {key: summary([one[key] for one in found]) for key in found[0]}
+    values["ratio"] = summary([one["recovery"] / one["cold_start"] for one in found])
+    titles = {
+        "cold_start": "cold start, s",
+        "recovery": "recovery after SIGKILL, s",
+        "ratio": "recovery / cold start",
+        "trained": "rollouts trained meanwhile",
+        "handed_over": "requests of the dead engine that went to the other",
+        "lost": "requests that the other engine lost, and groups begun again",
+    }
     rows = [
-        [name, f"{values['median']:.2f}", f"{values['least']:.2f} to {values['most']:.2f}"]
-        for name, values in (
-            ("cold start, s", cold),
-            ("recovery after SIGKILL, s", recovered),
-            ("recovery / cold start", ratio),
-            ("rollouts trained meanwhile", trained),
-        )
+        [title, f"{values[key]['median']:.2f}", f"{values[key]['least']:.2f} to {values[key]['most']:.2f}"] for key, title in titles.items()
     ]
     print(table(["", "median", "spread"], rows))
-    result = {"options": vars(options), "machine": machine(options.device), "cold_start": cold, "recovery": recovered, "ratio": ratio}
-    write(options.json, result | {"trained_meanwhile": trained})
+    write(options.json, {"options": vars(options), "machine": machine(options.device)} | values)
 
 
 if __name__ == "__main__":

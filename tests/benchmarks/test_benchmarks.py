@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# servers of their own, and trl; recovery is in tests/e2e/test_recovery.py
-ELSEWHERE = {"sglang_engine.py", "recovery.py", "against_trl.py", "trl_grpo.py"}
+# servers of their own, and trl
+ELSEWHERE = {"sglang_engine.py", "against_trl.py", "trl_grpo.py"}
 RUN_IN_E2E = {"resume_chaos.py", "lives.py"}  # its parts are what tests/e2e/test_resume_chaos.py works with
 COMMANDS = {
     "rollout_tokens.py": ["--size", "ci", "--repeats", "1"],
@@ -18,6 +18,7 @@ COMMANDS = {
     "checkpoint_stall.py": ["--size", "ci", "--repeats", "1", "--save-hf"],
     "driver_overhead.py": ["--steps", "4", "--repeats", "1"],
     "executor_scale.py": ["--groups", "40", "--batch", "4", "--engines", "5", "--in-flight", "20", "--siblings", "2", "--scale", "0.001"],
+    "recovery.py": ["--repeats", "1"],
     "waste.py": ["--rollouts", "4"],
     "overlap.py": ["--steps", "2", "--repeats", "1", "--latency", "50", "--groups", "2", "--siblings", "2", "--length", "8"],
 }
@@ -63,6 +64,14 @@ def test_executor_scale(tmp_path: Path) -> None:
     assert result["groups"] == 40
     assert (result["objects in the store at the end"], result["requests in flight at the end"]) == (0, 0)
     assert 4 <= result["requests in flight, most"] <= 20
+
+
+@pytest.mark.slow
+def test_recovery(tmp_path: Path) -> None:
+    out, result = run("recovery.py", tmp_path)
+    assert "| recovery / cold start |" in out
+    assert result["trained"]["least"] > 0
+    assert result["lost"]["most"] == 0
 
 
 @pytest.mark.slow

@@ -94,7 +94,9 @@ async def test_what_was_loaded_is_what_the_snapshot_holds(engine: Engine, traine
 
 
 @pytest.mark.parametrize(
-    "sampling", [{}, {"temperature": 0.6}, {"temperature": 0.0}, {"top_p": 0.7, "temperature": 1.3}, {"top_k": 5}, {"min_p": 0.1}], ids=str
+    "sampling",
+    [{}, {"temperature": 0.6}, {"temperature": 0.0}, {"top_p": 0.7, "temperature": 1.3}, {"top_k": 5}, {"top_k": 2**40}, {"min_p": 0.1}],
+    ids=str,
 )
 async def test_logprobs_are_those_of_a_fresh_forward_pass(engine: Engine, models: list[PreTrainedModel], sampling: dict) -> None:
     asked = [ask(f"l{i}.{len(str(sampling))}.", PROMPT[: 3 + 4 * i], new=40, seed=i, **sampling) for i in range(5)]
@@ -588,7 +590,12 @@ async def test_an_engine_attaches_to_a_server_and_leaves_it_running(engine: Engi
     if not isinstance(engine, SGLangEngine):
         return  # only a server can be attached to
     assert engine._server is not None
-    attached = SGLangEngine(engine.args.model_copy(update={"sglang_python": None}), "attached", url=engine._server.url)
+    args = engine.args.model_copy(update={"sglang_python": None})
+    longer = SGLangEngine(args.model_copy(update={"engine_max_context": 450}), "longer", url=engine._server.url)
+    with pytest.raises(ValueError, match="a context of 400 tokens, less than --engine-max-context 450"):
+        await longer.init()
+    await longer.dispose()
+    attached = SGLangEngine(args, "attached", url=engine._server.url)
     await attached.init()
     end = Trainer(attached, trainer.models)
     version = await end.publish(1)

@@ -20,9 +20,8 @@ from miles.engines.sglang.checkpoint import Checkpoint, describe
 from miles.engines.sglang.client import Client
 from miles.engines.sglang.commands import Commands
 from miles.engines.sglang.flights import Flights
-from miles.engines.sglang.launcher import LOADER
 from miles.engines.sglang.options import cpu_environment, server_options
-from miles.engines.sglang.server import Server, server_version
+from miles.engines.sglang.server import FACTS, Server, facts_of, server_version
 from miles.engines.sglang.versions import Version
 from miles.types import Completion, EngineHealth, GenerateRequest, PauseMode, PublishPlan
 from miles.weights.broadcast_group import address_toward
@@ -72,9 +71,7 @@ class SGLangEngine:
         client = self._client = Client(url, timeout=args.control_timeout, check=check)
         if self._server is not None:
             await self._server.ready(client, args.engine_start_timeout)
-        facts = await client.get("/server_info")
-        if LOADER not in (facts.get("custom_weight_loader") or []):
-            raise ValueError(f"--sglang-urls: the server at {url} was not started by miles' launcher, so weights cannot be published to it")
+        facts = await client.get(FACTS) if self._server is not None else await facts_of(url, client, args.engine_max_context)
         self._version = Version.of(facts["version"])
         seeded = facts["sampling_backend"] == "pytorch" and args.sglang_seeds
         self._flights = Flights(

@@ -29,6 +29,8 @@ AGAIN_SECONDS = 0.05
 BROKEN_CONNECTIONS = 2
 """After which a request fails."""
 SEED_BITS = (1 << 63) - 1
+ALL_TOKENS = 1 << 30
+"""SGLang's top_k of all tokens. It keeps 32 bits, and a larger number would end the server."""
 REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
@@ -218,7 +220,7 @@ class Flights:
             "max_new_tokens": flight.longest - len(flight.tokens),
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            "top_k": sampling.top_k or -1,
+            "top_k": min(sampling.top_k or ALL_TOKENS, ALL_TOKENS),
             "min_p": sampling.min_p,
             "ignore_eos": sampling.ignore_eos,
             "stop_token_ids": sorted(flight.stop_ids),

@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 
 from miles.engines.sglang.client import Client, ServerRefused
-from miles.engines.sglang.launcher import WATCH, end_group, mapped_files
+from miles.engines.sglang.launcher import LOADER, WATCH, end_group, mapped_files
 from miles.engines.sglang.options import ENVIRONMENT, flags
 from miles.protocols import ProcessGone
 
@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
 READY = "/model_info"  # answered once the model is loaded; /ready is younger than some versions
+FACTS = "/server_info"
 LOOK_SECONDS = 0.25
 PORTS = range(20000, 32000)
 TRACKER_SECONDS = 2.0  # for the resource tracker to clean up
@@ -65,6 +66,23 @@ def _missing(python: str, reason: str) -> str:
         f"--engine sglang: {python} cannot run it ({reason}). Give an interpreter that has sglang and xxhash with --sglang-python; "
         "`make sglang-cpu` makes one for CPUs, .venv-sglang/bin/python"
     )
+
+
+async def facts_of(url: str, client: Client, max_context: int) -> dict[str, Any]:
+    """What a server that runs already says of itself.
+
+    Raises:
+        ValueError: there is none, or none that can serve this run.
+    """
+    try:
+        facts = dict(await client.get(FACTS))
+    except (OSError, ServerRefused, ValueError) as error:
+        raise ValueError(f"--sglang-urls {url}: no SGLang server answers there: {error!r}") from error
+    if LOADER not in (facts.get("custom_weight_loader") or []):
+        raise ValueError(f"--sglang-urls {url}: that server was not started by miles' launcher, so weights cannot be published to it")
+    if (length := facts.get("context_length")) and length < max_context:
+        raise ValueError(f"--sglang-urls {url}: that server has a context of {length} tokens, less than --engine-max-context {max_context}")
+    return facts
 
 
 class Server:

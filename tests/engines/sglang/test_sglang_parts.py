@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from torch import nn
 
 from miles.config.run_config import RunConfig
@@ -123,6 +125,30 @@ async def test_a_checkpoint_that_cannot_be_served_starts_nothing(checkpoint: str
         assert (await engine.health()).reason == "not loaded"
         await engine.dispose()
     assert not (tmp_path / "run").exists()
+
+
+async def test_a_url_without_a_server_of_ours_is_named(checkpoint: str) -> None:
+    async def refused(url: str, message: str) -> None:
+        engine = SGLangEngine(RunConfig(engine="sglang", hf_checkpoint=checkpoint, engine_max_context=128), "engine-0", url=url)
+        with pytest.raises(ValueError, match=f"--sglang-urls {url}: {message}"):
+            await engine.init()
+        await engine.dispose()
+
+    answers = {"text": web.Response(text="hello"), "404": web.Response(status=404), "other": web.json_response({"version": "0.5.23"})}
+
+    async def answer(request: web.Request) -> web.Response:
+        return answers[request.match_info["kind"]]
+
+    app = web.Application()
+    app.router.add_get("/{kind}/server_info", answer)
+    server = TestServer(app)
+    await server.start_server()
+    for kind in ("text", "404"):
+        await refused(str(server.make_url(f"/{kind}")), "no SGLang server answers there")
+    await refused(str(server.make_url("/other")), "that server was not started by miles' launcher")
+    closed = str(server.make_url("/text"))
+    await server.close()
+    await refused(closed, "no SGLang server answers there")
 
 
 # ---- where tensors lie
