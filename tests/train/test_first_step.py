@@ -84,9 +84,9 @@ def test_one_token_beyond_the_noise_is_a_fault(tiny: str) -> None:
     trainer = verifying(tiny)
     share = honest(trainer)
     place = int(np.flatnonzero(share.data.loss_mask)[0])
-    share.data.rollout_logprobs[place] -= 2 * NOISE["float32"].largest
+    share.data.rollout_logprobs[place] -= 1.2 * NOISE["float32"].largest  # the mean stays within
     assert "numerics" in (said := finding(trainer, share))
-    assert "0.01 at most" in said
+    assert "0.006 at most" in said
 
 
 def test_a_ratio_that_its_own_pass_gives_is_exactly_1(tiny: str) -> None:
