@@ -10,7 +10,7 @@ import pytest
 
 from miles.config.reward import RewardSection
 from miles.rewards import sandbox
-from miles.rewards.code import Code, program_in
+from miles.rewards.code import Code, program_in, same_output
 from miles.types import PromptGroup
 
 ADD = "def add(a, b):\n    return a + b\n"
@@ -111,6 +111,13 @@ def test_what_no_program_could_pass_is_never_a_0(answer, tests):
 )
 def test_where_the_program_is(response, program):
     assert program_in(response) == program
+
+
+@pytest.mark.parametrize(
+    ("output", "same"), [("a\n b\n", True), ("a  \n b\n\n", True), ("a\nb", False), (" a\n b", False), ("a\n\n b", False), ("", False)]
+)
+def test_white_space_counts_where_it_shows(output, same):
+    assert same_output(output, "a\n b") == same
 
 
 def test_no_network(isolated):
