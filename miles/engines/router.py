@@ -90,12 +90,18 @@ class Router:
         return list(self._live)
 
     def mark(self, index: int, *, live: bool) -> None:
-        """Told by whoever watches the engines: an engine that is not live gets nothing new, and what it has goes to others."""
+        """Told by whoever watches the engines: an engine that is not live gets nothing new, and what it has goes to others.
+
+        One that is live again was started anew, or found well: what failed before is not held against it.
+        """
+        place = self._places[index]
+        if live:
+            place.failures, place.shunned_until = 0, 0.0
+            self._shunned.discard(index)
         self._set_live(index, live=live)
         if live:
             self._revived.set()
             return
-        place = self._places[index]
         place.lost = {waiter for waiter in place.inside if waiter.cancel()}
         for request_id, go in place.queue.items():
             if not go.done():

@@ -165,6 +165,20 @@ async def test_what_a_lost_engine_has_goes_to_others(engines: list[Scripted]) ->
     assert router.in_flight() == {}
 
 
+async def test_an_engine_that_is_back_gets_requests_at_once_however_many_it_lost(engines: list[Scripted]) -> None:
+    router = Router(engines[:2])
+    tasks = await send(router, *(ask(f"r{i}", f"g{i}") for i in range(12)))
+    router.mark(0, live=False)
+    await settled()
+    router.mark(0, live=True)
+    tasks += await send(router, ask("new", "new"))
+    assert engines[0].seen[6:] == ["new"]
+    for engine in engines[:2]:
+        for request_id in list(engine.open):
+            engine.answer(request_id)
+    await asyncio.gather(*tasks)
+
+
 async def test_a_request_of_the_only_engine_fails_when_it_is_lost(engines: list[Scripted]) -> None:
     router = Router(engines[:1])
     (task,) = await send(router, ask("r"))
