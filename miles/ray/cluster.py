@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 _MAX_STORE_BYTES = 2 * 2**30
 _MIN_STORE_BYTES = 128 * 2**20
 _MAX_SHARING = 4
+_STARTS = 3
+"""How often a local Ray is started: it gives itself 30 seconds, which no setting changes and a busy machine can need twice."""
 
 
 class Cluster:
@@ -62,12 +64,24 @@ class Cluster:
         if wanted > cpus:
             logger.warning("the workers ask for %d CPUs and this machine has %d: they will share", wanted, cpus)
         remove_stale()
+        for left in reversed(range(_STARTS)):
+            try:
+                self._start_once(max(cpus, wanted))
+                break
+            except Exception as error:  # Ray raises no class of its own
+                if not left or "timed out during startup" not in str(error):
+                    raise
+                logger.warning("Ray did not start within its 30 seconds; this machine is busy. Trying again, %d more times", left)
+                self.leave()
+        logger.info("started a local Ray: %s", _in_words(ray.cluster_resources()))
+
+    def _start_once(self, cpus: int) -> None:
         self._temp = TempFolder()
         self._warden = Warden(self._temp.path)
         with processes.in_groups_of_their_own():
             ray.init(
                 namespace=self.namespace,
-                num_cpus=max(cpus, wanted),
+                num_cpus=cpus,
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
@@ -76,7 +90,6 @@ class Cluster:
                 # Workers have environments of their own, so processes started ahead would never be used.
                 _system_config={"prestart_worker_first_driver": False, "enable_worker_prestart": False},
             )
-        logger.info("started a local Ray: %s", _in_words(ray.cluster_resources()))
 
     def env(self) -> dict[str, str]:
         """What every worker process needs to find the same code as this one."""

@@ -64,6 +64,7 @@ class DaemonThreads:
         self._begun = 0  # calls so far
         self._begun_before = 0  # as the last look saw it
         self._timer: asyncio.TimerHandle | None = None
+        self._due = 0.0  # when it goes off, of the loop's clock: a moment that is past has a handle without `when` under uvloop
         self._closed = False
 
     async def run(self, function: Callable[..., Any], *args: Any, limit: float) -> Any:
@@ -75,7 +76,7 @@ class DaemonThreads:
             if self._working == 0 and now - self._woken >= SPACING:
                 self._add_thread()
         soon = max(now + PATIENCE, self._woken + SPACING) if self._working == 0 else now + PATIENCE
-        if self._timer is None or self._timer.when() > soon:
+        if self._timer is None or self._due > soon:
             self._look_at(soon)
         return await call.outcome
 
@@ -118,6 +119,7 @@ class DaemonThreads:
     def _look_at(self, moment: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        self._due = moment
         self._timer = self._loop.call_at(moment, self._look)
 
     def _add_thread(self) -> None:

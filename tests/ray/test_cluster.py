@@ -1,6 +1,8 @@
 import os
+from pathlib import Path
 
 import pytest
+import ray
 
 from miles.ray.cluster import Cluster
 
@@ -8,3 +10,39 @@ from miles.ray.cluster import Cluster
 def test_far_more_workers_than_cpus_are_refused_before_anything_starts():
     with pytest.raises(ValueError, match=rf"ask for 1000 and this machine has {os.cpu_count()}.*--num-engines.*--cpus-per-engine"):
         Cluster(None, 1000.0)
+
+
+def test_a_ray_that_starts_too_slowly_is_started_again(monkeypatch):
+    """A busy machine cannot be had on demand: the first start says what Ray says there."""
+    starts = []
+
+    def slow_once(**settings):
+        starts.append(settings["_temp_dir"])
+        if len(starts) == 1:
+            raise Exception("The current node timed out during startup. This could happen because some of the raylet failed to startup")
+        return real(**settings)
+
+    real = ray.init
+    monkeypatch.setattr(ray, "init", slow_once)
+    cluster = Cluster(None, 1.0)
+    try:
+        assert ray.cluster_resources()["CPU"] >= 1
+        assert len(set(starts)) == 2
+        assert not Path(starts[0]).exists()
+    finally:
+        cluster.leave()
+    assert not Path(starts[1]).exists()
+
+
+def test_any_other_error_of_its_start_is_raised_at_once(monkeypatch):
+    starts = []
+
+    def broken(**settings):
+        starts.append(settings["_temp_dir"])
+        raise RuntimeError("no space left")
+
+    monkeypatch.setattr(ray, "init", broken)
+    with pytest.raises(RuntimeError, match="no space left"):
+        Cluster(None, 1.0)
+    assert len(starts) == 1
+    assert not Path(starts[0]).exists()

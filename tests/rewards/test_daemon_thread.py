@@ -5,9 +5,16 @@ import sys
 import threading
 
 import pytest
+import uvloop
 
 from miles.rewards import daemon_thread
 from miles.rewards.daemon_thread import MOST_AT_ONCE, CallLate, DaemonThreads
+
+
+@pytest.fixture(params=[asyncio.DefaultEventLoopPolicy, uvloop.EventLoopPolicy])
+def event_loop_policy(request):
+    """Ray's actors take uvloop where it is installed."""
+    return request.param()
 
 
 @pytest.fixture
@@ -22,6 +29,12 @@ async def test_short_calls_share_a_thread(threads, monkeypatch):
     monkeypatch.setattr(daemon_thread, "PATIENCE", 30.0)  # a busy machine holds a thread up, too
     names = await asyncio.gather(*(threads.run(threading.get_ident, limit=60) for _ in range(200)))
     assert len(set(names)) == 1
+
+
+async def test_a_look_that_is_due_at_once(threads, monkeypatch):
+    monkeypatch.setattr(daemon_thread, "SPACING", 0.0)
+    monkeypatch.setattr(daemon_thread, "PATIENCE", 0.0)
+    assert await asyncio.gather(*(threads.run(int, number, limit=60) for number in range(200))) == list(range(200))
 
 
 async def test_long_calls_run_side_by_side(threads):
