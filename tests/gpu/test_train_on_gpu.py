@@ -101,7 +101,8 @@ def test_adapters_need_the_memory_of_the_base_alone(tmp_path: Path) -> None:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        trainer = make(model, Store(), dtype="bfloat16", lora_rank=rank, lora_alpha=32.0, kl_loss_coef=0.1 if rank else 0.0)
+        adapters = {"lora_rank": rank, "lora_alpha": 32.0, "kl_loss_coef": 0.1 if rank else 0.0}
+        trainer = make(model, Store(), dtype="bfloat16", weight_transport="shared_memory", **adapters)
         run(trainer, range(1))
         trainer.offload()
         trainer.onload()
