@@ -6,6 +6,8 @@
 PYTHON ?=
 ARGS ?=
 export PYTHON
+# Set in many containers, it makes every process compile every library anew: seconds for each worker.
+unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
