@@ -41,11 +41,16 @@ def rewards(args: RunConfig) -> Iterator[Problem]:
     named = {"reward": args.reward, "eval_reward": args.eval_reward or args.reward, **args.reward_by_set}
     used: set[str] = set()
     for name, mix in named.items():
+        setting = name if name in ("reward", "eval_reward") else "reward_by_set"
         try:
-            used |= parts_of(mix).keys()
+            parts = parts_of(mix).keys()
         except ValueError as error:
-            setting = name if name in ("reward", "eval_reward") else "reward_by_set"
             yield Problem((setting,), f"{flag(setting)}: {error}")
+            continue
+        used |= parts
+        trains = name in args.prompt_data or (name == "reward" and not args.prompt_data.keys() <= args.reward_by_set.keys())
+        if trains and args.advantage_estimator == "maxrl" and "dapo" in parts:
+            yield wrong(args, f"advantage_estimator {setting}", "maxrl divides by a group's mean reward, and dapo's wrong answers have -1")
     if unknown := args.reward_by_set.keys() - args.prompt_data.keys() - args.eval_data.keys():
         known = ", ".join([*args.prompt_data, *args.eval_data]) or "none"
         yield wrong(args, "reward_by_set", f"no set is called {', '.join(sorted(unknown))}; there are {known}")

@@ -73,6 +73,8 @@ def ranges(args: RunConfig) -> Iterator[Problem]:
         yield wrong(args, "min_lr lr", "the schedule may not end above its peak")
     if "" in args.stop:
         yield wrong(args, "stop", "an empty string would end every response at once")
+    if args.engine == "sglang" and len(args.stop) > 32:
+        yield wrong(args, "stop engine", "a server takes 32 strings at most")
     if any(token < 0 for token in args.stop_token_ids):
         yield wrong(args, "stop_token_ids", "token ids are not negative")
     if not args.name or "/" in args.name or "\\" in args.name or args.name in (".", ".."):

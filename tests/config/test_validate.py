@@ -81,6 +81,17 @@ def test_greedy_evaluation_is_accepted(run):
         (["--rollout-function", "batch", "--fully-async"], "--rollout-function batch: is the other mode's function"),
         (["--kl-coef", "0.1"], "--kl-coef 0.1, --advantage-estimator grpo"),
         (["--num-critic-only-steps", "1"], "there is no critic"),
+        (["--advantage-estimator", "maxrl", "--reward", "dapo"], "--reward dapo: maxrl divides by a group's mean reward"),
+        (
+            [
+                "--engine",
+                "sglang",
+                "--sglang-urls",
+                "http://localhost:1",
+                *(f"--stop={letter}" for letter in "abcdefghijklmnopqrstuvwxyz0123456"),
+            ],
+            "--engine sglang: a server takes 32 strings",
+        ),
         (["--n-samples-per-prompt", "1"], "grpo compares siblings"),
         (["--eval-interval", "2"], "needs --eval-data"),
         (["--eval-mode", "snapshot"], "needs --eval-function"),
