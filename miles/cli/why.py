@@ -94,7 +94,7 @@ def _how_to_go_on(run: Path) -> str:
     newest = max(complete(run / "checkpoints"), default=None)
     if newest is None:
         return "there is no complete checkpoint in its folder"
-    return f"the newest complete checkpoint is that of rollout {newest}: go on with --load {run / 'checkpoints'}"
+    return f"the newest complete checkpoint is that of rollout {newest}: go on with miles train-async --resume {run}"
 
 
 def _last_lines(path: Path) -> list[str]:
