@@ -2,6 +2,7 @@
 
 import gc
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # How long an example takes depends on who else uses the machine.
@@ -14,3 +15,13 @@ gc.disable()  # what libraries make while they are imported stays: to look throu
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(scope="session")
+def local_ray():
+    """One local Ray for all tests that want Ray in their own process: a process has one at most."""
+    from miles.ray.cluster import Cluster
+
+    cluster = Cluster(None, cpus_needed=2)
+    yield cluster
+    cluster.leave()

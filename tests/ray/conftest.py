@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from miles.ray.cluster import Cluster
 from miles.ray.worker_manager import WorkerManager
 from miles.ray.worker_spec import Limit, WorkerSpec
 
@@ -13,14 +12,6 @@ LIMITS = {"busy_here_in_compute": Limit(30.0, "--train-timeout"), "wait": Limit(
 
 def plain(name, **kwargs):
     return WorkerSpec(name, "tests.ray.plain_workers.Plain", kwargs, env={"OMP_NUM_THREADS": "1"}, limits=LIMITS)
-
-
-@pytest.fixture(scope="session")
-def local_ray():
-    """One local Ray for all tests of this room."""
-    cluster = Cluster(None, cpus_needed=2)
-    yield cluster
-    cluster.leave()
 
 
 class Lent:

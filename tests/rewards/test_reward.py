@@ -235,7 +235,7 @@ async def test_scores_on_the_main_thread_in_threads_and_many_at_once(scorer, ans
 
 
 @pytest.mark.case("C17")
-def test_scores_in_a_ray_actor_with_several_threads(monkeypatch):
+def test_scores_in_a_ray_actor_with_several_threads(local_ray):
     class Scores:
         def __init__(self):
             self.scorer = RewardScorer(RewardSection(reward="math", reward_workers=2))
@@ -248,15 +248,11 @@ def test_scores_in_a_ray_actor_with_several_threads(monkeypatch):
         def dispose(self):
             asyncio.run(self.scorer.dispose())
 
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
-    try:
-        actor = ray.remote(max_concurrency=4)(Scores).remote()
-        labels = [r"\frac{1}{3}", "3"] * 8
-        assert ray.get([actor.score.remote(label) for label in labels], timeout=100) == [1.0, 0.0] * 8
-        ray.get(actor.dispose.remote(), timeout=30)
-    finally:
-        ray.shutdown()
+    actor = ray.remote(max_concurrency=4, runtime_env={"env_vars": local_ray.env()})(Scores).remote()
+    labels = [r"\frac{1}{3}", "3"] * 8
+    assert ray.get([actor.score.remote(label) for label in labels], timeout=100) == [1.0, 0.0] * 8
+    ray.get(actor.dispose.remote(), timeout=30)
+    ray.kill(actor)
 
 
 @pytest.mark.parametrize(
