@@ -4,8 +4,9 @@
 
 The asynchronous run has half of the cores for the engine and half for the trainer, each held to its own; the synchronous one gives all of
 them to each in turn, or half of them where that is faster, as on a machine that others use as well.
-Both have the same model, prompts, lengths and optimizer steps. Efficiency is (max(generation, training) + publish) / step, of the
-asynchronous run.
+All have the same model, prompts, lengths and optimizer steps. Efficiency is (max(generation, training) + publish) / step, of the
+asynchronous run, in which a rollout's rewards are waited for while the rollout before it is trained. The fully asynchronous run generates
+the next groups meanwhile as well.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from miles.tracking import waits
 
 ROOT = Path(__file__).parent.parent
 LATENCIES = (0, 50, 200)
+KINDS = ("sync", "async", "fully async")
 WARM_UP = 4
 
 
@@ -46,25 +48,28 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for latency in options.latency or LATENCIES:
-            found: dict[str, list[float]] = {"sync": [], "async": [], "efficiency": [], "ratio": []}
+            found: dict[str, list[float]] = {name: [] for name in (*KINDS, "efficiency", "ratio", "fully ratio")}
             for repeat in range(options.repeats):
                 half = max(options.cores // 2, 1)
-                for kind in ("sync", "async")[:: 1 if repeat % 2 else -1]:
+                for kind in KINDS[:: 1 if repeat % 2 else -1]:
                     runs = [
-                        run(Path(folder), f"{kind}-{latency}-{repeat}-{threads}", kind, latency, options, threads=threads)
+                        run(Path(folder), f"{kind}-{latency}-{repeat}-{threads}".replace(" ", "-"), kind, latency, options, threads=threads)
                         for threads in ({half, options.cores} if kind == "sync" else {half})
                     ]
                     step, efficiency = min(runs)
                     found[kind].append(step)
                     found["efficiency"] += [efficiency] if kind == "async" else []
                 found["ratio"].append(found["sync"][-1] / found["async"][-1])
+                found["fully ratio"].append(found["sync"][-1] / found["fully async"][-1])
                 told = ", ".join(f"{name} {values[-1]:.3f}" for name, values in found.items())
                 print(f"reward {latency} ms, repeat {repeat}, load {os.getloadavg()[0]:.1f}: {told}", file=sys.stderr, flush=True)
             told = result["latencies"][latency] = {name: summary(values) for name, values in found.items()}
-            spread = f"{told['ratio']['least']:.2f} to {told['ratio']['most']:.2f}"
-            steps = [f"{told[kind]['median'] * 1e3:.0f}" for kind in ("sync", "async")]
-            rows.append([f"{latency} ms", *steps, f"{told['ratio']['median']:.2f}", spread, f"{told['efficiency']['median']:.3f}"])
-    print(table(["reward", "sync ms a step", "async ms a step", "sync / async", "spread", "efficiency"], rows))
+            ratios = [
+                f"{told[name]['median']:.2f} ({told[name]['least']:.2f} to {told[name]['most']:.2f})" for name in ("ratio", "fully ratio")
+            ]
+            steps = [f"{told[kind]['median'] * 1e3:.0f}" for kind in KINDS]
+            rows.append([f"{latency} ms", *steps, *ratios, f"{told['efficiency']['median']:.3f}"])
+    print(table(["reward", *(f"{kind} ms a step" for kind in KINDS), "sync / async", "sync / fully async", "efficiency"], rows))
     write(options.json, result)
 
 
@@ -88,12 +93,13 @@ def run(folder: Path, name: str, kind: str, latency: int, options: argparse.Name
     }
     driver = "train.py" if kind == "sync" else "train_async.py"
     command = [sys.executable, str(ROOT / driver), "--config", str(ROOT / "recipes/tiny/run.toml"), "--ignore-eos"]
+    command += ["--fully-async"] if kind == "fully async" else []
     command += [str(part) for pair in flags.items() for part in pair]
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     environment |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}"}
     with (folder / f"{name}.log").open("w") as log:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
-        if kind == "async":
+        if kind != "sync":
             cores = {"engine-0": range(threads), "actor-0": range(threads, max(options.cores, 1))}
             pin(process, folder / name, {worker: set(own) or {0} for worker, own in cores.items()})
         assert process.wait() == 0, (folder / f"{name}.log").read_text()
