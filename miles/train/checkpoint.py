@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from miles.config.checkpoint_files import COMPLETE, FileSums, sums
@@ -61,6 +62,8 @@ class Checkpointer:
     def __init__(self, model: TrainedModel, optimizer: torch.optim.Optimizer, ranks: Ranks, adapters: Adapters | None = None) -> None:
         """`adapters`: what they are, where they alone are trained."""
         self.model, self.optimizer, self.ranks, self.adapters = model, optimizer, ranks, adapters
+        # One for all saves: it keeps the memory that it copies into, as to be given new memory takes longer than the copy.
+        self._stager = DefaultStager(StagingOptions(False, False, use_async_staging=False, use_non_blocking_copy=False))
         self._after = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._running: list[Future[FileSums]] = []
 
@@ -78,7 +81,7 @@ class Checkpointer:
         if force_sync:
             dcp.save(state, checkpoint_id=directory, process_group=group, no_dist=group is None)
         else:
-            started = dcp.async_save(state, checkpoint_id=directory, process_group=group, no_dist=group is None)
+            started = dcp.async_save(state, checkpoint_id=directory, process_group=group, no_dist=group is None, async_stager=self._stager)
             writing = started.upload_completion if isinstance(started, AsyncSaveResponse) else started
         self._running = [self._after.submit(self._sums, directory, writing)]
 
@@ -114,6 +117,7 @@ class Checkpointer:
     def dispose(self) -> None:
         """Finish what is being written."""
         self._after.shutdown()
+        self._stager.close()
 
     def load(self, directory: Path, published: PublishedWeights | None = None) -> Progress:
         """Restore model, optimizer and random state in place, and `published`: where the checkpoint has none, they are the model's."""
