@@ -49,7 +49,7 @@ async def servers(tiny_model: str) -> AsyncIterator[list[tuple[Server, str]]]:
         script, app = Server(AutoTokenizer.from_pretrained(tiny_model)), web.Application()
         app.router.add_post("/generate", script.generate)
         started.append(TestServer(app))
-        await started[-1].start_server()
+        await started[-1].start_server(shutdown_timeout=1.0)  # of connections that the asking side holds still
         made.append((script, str(started[-1].make_url("/"))))
     yield made
     for server in started:
@@ -123,7 +123,7 @@ async def test_another_tokenizer_and_a_server_that_is_not_there_are_refused_at_t
 
 
 async def test_its_word_goes_with_the_tokens_and_through_a_checkpoint(
-    make_args: MakeArgs, start: Start, servers: list[tuple[Server, str]], tmp_path: Path
+    servers: list[tuple[Server, str]], make_args: MakeArgs, start: Start, tmp_path: Path
 ) -> None:
     urls = [url for _, url in servers]
     settings = {"teacher_urls": urls, "fully_async": True, "max_weight_staleness": 3, "max_concurrent_groups": 4, "buffer_factor": 2}
