@@ -10,13 +10,15 @@
 A list or table given by flags replaces the file's. A value that begins with `--` is written with `=`.
 """
 
+import difflib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from miles.config.data import set_name
-from miles.config.schema import Setting, nearest, settings
+from miles.config.other_names import meant_by, nearest
+from miles.config.schema import Setting, flag, settings
 
 OWN_FLAGS = ("--config", "--resume", "--help")
 
@@ -57,11 +59,17 @@ def read(argv: Sequence[str]) -> Flags:
             if words:
                 found.problems.append(f"{name}: takes no value, got {' '.join(words)}")
         else:
-            guess = nearest(name, [*on, *off, *OWN_FLAGS])
+            guess = _nearest_flag(name, [*on, *off, *OWN_FLAGS])
             found.problems.append(
                 f"{name}: unknown flag" + (f"; did you mean {guess}?" if guess else "; miles train-async --help lists them")
             )
     return found
+
+
+def _nearest_flag(name: str, known: Sequence[str]) -> str | None:
+    if difflib.get_close_matches(name, known, 1, cutoff=0.85):
+        return nearest(name, known)
+    return " or ".join(map(flag, meant_by(name))) or nearest(name, known)
 
 
 def _occurrences(argv: Sequence[str], found: Flags) -> list[tuple[str, bool, list[str]]]:

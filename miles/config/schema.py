@@ -1,10 +1,8 @@
 """Every setting as a flag, a TOML key and a help line see it, read off the sections."""
 
 import ast
-import difflib
 import sys
 import types
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -72,13 +70,6 @@ def _setting(name: str, table: str, annotation: Any) -> Setting:
         item = "any" if inner is Any else KIND_OF[get_origin(inner) or inner]
         choices = get_args(inner) if item == "choice" else ()
     return Setting(name, table, kind, optional, choices, item)
-
-
-def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that was probably meant: one that begins like it, else the most similar one."""
-    candidates = list(known)
-    begins = [name for name in candidates if len(word.lstrip("-")) > 2 and name.startswith(word)]
-    return next(iter(begins or difflib.get_close_matches(word, candidates, 1, cutoff=0.5)), None)
 
 
 @cache

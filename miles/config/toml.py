@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from miles.config.other_names import nearest, nearest_key
 from miles.config.run_config import SECTIONS, RunConfig
-from miles.config.schema import nearest, settings
+from miles.config.schema import settings
 
 SECRETS = ("api_server_token",)
 PASSED_THROUGH = ("sglang",)
@@ -32,18 +33,19 @@ def read(path: str) -> TomlValues:
         found.problems.append(f"--config {path}: not TOML: {error}")
         return found
     known = settings()
+    sections = {name: setting.section for name, setting in known.items()}
     for table, content in tables.items():
         if not isinstance(content, dict):
-            where = f"; write it below [{known[table].section}]" if table in known else _guess(table, known)
+            where = f"; write it below [{known[table].section}]" if table in known else _did_you_mean(nearest_key(table, "", sections))
             found.problems.append(f"{path}: {table} stands outside of any table{where}")
         elif table in PASSED_THROUGH:
             found.values[table] = content
         elif table not in SECTIONS:
-            found.problems.append(f"{path}: unknown table [{table}]{_guess(table, [*SECTIONS, *PASSED_THROUGH])}")
+            found.problems.append(f"{path}: unknown table [{table}]{_did_you_mean(nearest(table, [*SECTIONS, *PASSED_THROUGH]))}")
         else:
             for key, value in content.items():
                 if key not in known:
-                    found.problems.append(f"{path}: [{table}] {key}: unknown key{_guess(key, known)}")
+                    found.problems.append(f"{path}: [{table}] {key}: unknown key{_did_you_mean(nearest_key(key, table, sections))}")
                 elif known[key].section != table:
                     found.problems.append(f"{path}: [{table}] {key}: belongs below [{known[key].section}]")
                 else:
@@ -51,8 +53,7 @@ def read(path: str) -> TomlValues:
     return found
 
 
-def _guess(word: str, known: Any) -> str:
-    guess = nearest(word, known)
+def _did_you_mean(guess: str | None) -> str:
     return f"; did you mean {guess}?" if guess else ""
 
 

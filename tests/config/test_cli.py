@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from miles.config import other_names
 from miles.config.cli import SettingsError, parse_args, resolve
-from miles.config.schema import settings
+from miles.config.schema import flag, settings
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,6 +71,37 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path, refusal):
     ):
         assert part in said
     assert said.startswith("10 problems in the settings:")
+
+
+@pytest.mark.parametrize(
+    ("table", "key", "meant"),
+    [
+        ("train", "learning_rate", "lr"),
+        ("train", "batch_size", "rollout_batch_size below [rollout] or global_batch_size"),
+        ("data", "num_epochs", "num_epoch"),
+        ("train", "epochs", "num_epoch below [data]"),
+        ("rollout", "max_new_tokens", "max_response_length"),
+        ("rollout", "num_generations", "n_samples_per_prompt"),
+        ("algorithm", "clip_range", "eps_clip"),
+        ("algorithm", "beta", "kl_loss_coef"),
+        ("engine", "max_model_len", "engine_max_context"),
+        ("eval", "interval", "eval_interval"),
+        ("train", "weigth_decay", "weight_decay"),
+    ],
+)
+def test_names_of_other_systems_are_known_in_files_and_as_flags(tmp_path, refusal, table, key, meant):
+    said = refusal("--config", write(tmp_path / "run.toml", f"[{table}]\n{key} = 1\n"))
+    assert f"[{table}] {key}: unknown key; did you mean {meant}?" in said
+    flags = " or ".join(flag(name.split()[0]) for name in meant.split(" or "))
+    if key != "interval":
+        assert f"{flag(key)}: unknown flag; did you mean {flags}?" in refusal(flag(key), "1")
+
+
+def test_every_name_of_another_system_stands_for_settings_and_is_none_itself():
+    names = [name for settings in other_names.MEANT.values() for name in settings.split()]
+    assert len(names) == len(set(names)), sorted(name for name in names if names.count(name) > 1)
+    assert not set(names) & settings().keys()
+    assert {name for group in other_names.MEANT for name in group.split()} <= settings().keys()
 
 
 def test_a_value_that_could_not_be_read_is_not_judged_twice(refusal):

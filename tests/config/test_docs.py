@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from miles.config.docs import default_text, help_text, kind_text, settings_markdown
-from miles.config.schema import docstrings, nearest, settings
+from miles.config.other_names import nearest
+from miles.config.schema import docstrings, settings
 
 PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
 
