@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from miles.rewards.trial import TrialRow, Tried
 
 SHOWN = 20
+NAMED = 8  # rows
 TOLD_EVERY = 5.0  # seconds
 
 
@@ -88,7 +89,7 @@ def show(tried: "Sequence[Tried]", rows: "Sequence[TrialRow]", args: "RunConfig"
         numbers = (len(own), full, len(scored) - full - nothing, nothing, len(own) - len(scored) - failed, failed)
         table.add_row(kind, *map(str, numbers))
     by_set = "".join(f", {name}: {reward}" for name, reward in args.reward_by_set.items())
-    print(f"{len(rows)} rows, reward {args.reward}{by_set}")
+    print(f"{len(rows)} row{'' if len(rows) == 1 else 's'}, reward {args.reward}{by_set}")
     terminal.print(table)
     problems = [each for each in tried if each.problem]
     for each in problems[:SHOWN]:
@@ -97,13 +98,32 @@ def show(tried: "Sequence[Tried]", rows: "Sequence[TrialRow]", args: "RunConfig"
         print(f"{each.row.where}: the {each.kind} answer {shown!r} {label} {each.problem}")
     if len(problems) > SHOWN:
         print(f"... and {len(problems) - SHOWN} more")
-    gold_tried = sum(each.kind == "gold" for each in tried)
+    print("".join(untested(tried, rows)), end="")
+    print(verdict(tried, rows, len(problems)))
+    return 2 if not any(each.kind == "gold" for each in tried) else 1 if problems else 0
+
+
+def untested(tried: "Sequence[Tried]", rows: "Sequence[TrialRow]") -> list[str]:
+    """What could not be tried, a line each."""
+    lines = []
     if rows and not any(each.kind == "wrong" for each in tried):
-        print("no wrong answer was tried: no two rows have different labels")
-    if without := len(rows) - gold_tried:
-        print(f"{without} rows have no gold answer: no label that is one (--label-key), and no --gold-key")
-    if not gold_tried:
-        print("no gold answer was tried, so nothing is known of the reward")
-        return 2
-    print("the reward tells right from wrong" if not problems else f"{len(problems)} answers are scored WRONG")
-    return 1 if problems else 0
+        lines.append("no wrong answer was tried: " + ("there is one row" if len(rows) == 1 else "no two rows have different labels"))
+    with_gold = {each.row.where for each in tried if each.kind == "gold"}
+    if without := [row.where for row in rows if row.where not in with_gold]:
+        named = ", ".join(without[:NAMED]) + (f" and {len(without) - NAMED} more" if len(without) > NAMED else "")
+        have = "1 row has" if len(without) == 1 else f"{len(without)} rows have"
+        lines.append(f"{have} no gold answer: no label that is one (--label-key), and no --gold-key: {named}")
+    return [line + "\n" for line in lines]
+
+
+def verdict(tried: "Sequence[Tried]", rows: "Sequence[TrialRow]", problems: int) -> str:
+    """The last line: what is known of the reward now, and from how many answers."""
+    if not any(each.kind == "gold" for each in tried):
+        return "no gold answer was tried, so nothing is known of the reward"
+    if problems:
+        return f"{problems} of {len(tried)} answers {'is' if problems == 1 else 'are'} scored WRONG"
+    scored = {kind: sum(each.kind == kind and each.reward is not None for each in tried) for kind in ("gold", "wrong", "empty")}
+    counts = f"{scored['gold']} gold, {scored['wrong']} wrong and {scored['empty']} empty answers"
+    if not scored["wrong"]:
+        return f"all is well as far as it was tried ({counts}), but nothing is known of wrong answers"
+    return f"the reward tells right from wrong on {scored['gold']} of {len(rows)} rows: {counts} were scored as they should be"

@@ -14,7 +14,7 @@ COMMANDS = {
     "why": "why a run is slow, stuck or dead",
     "plot": "a run as a picture: reward, held-out accuracy, lag, timeline",
     "ledger": "what became of every prompt group of a run, and whether the books balance",
-    "show-data": "rows of a data file as the model sees them, with what is trained in colour",
+    "show-data": "rows of a data file as the model sees them, and what of it is trained",
     "check-reward": "whether a reward tells gold answers from wrong and empty ones",
     "settings-doc": "write docs/settings.md from the settings",
 }

@@ -1,4 +1,4 @@
-"""miles show-data DATA: rows as the model sees them, token by token, trained tokens in colour."""
+"""miles show-data DATA: rows as the model sees them, with tokens and what is trained told apart on a terminal, and the latter elsewhere."""
 
 import argparse
 import sys

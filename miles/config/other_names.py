@@ -38,7 +38,8 @@ MEANT = {
     "engine": "backend rollout_backend inference_backend inference_engine use_vllm use_sglang rollout_engine",
     "num_engines": "num_inference_engines vllm_num_engines rollout_num_engines rollout_num_gpus num_rollout_workers data_parallel_size",
     "gpus_per_engine": "tensor_parallel_size tp tp_size rollout_num_gpus_per_engine vllm_tensor_parallel_size",
-    "num_trainers": "world_size num_gpus num_gpus_per_node n_gpus_per_node nproc_per_node actor_num_gpus_per_node num_workers num_processes",
+    "num_trainers": "world_size num_gpus num_gpus_per_node n_gpus_per_node nproc_per_node actor_num_gpus_per_node num_workers "
+    "num_processes",
     "sglang": "gpu_memory_utilization mem_fraction_static sglang_mem_fraction_static attention_backend",
     "kl_loss_coef": "beta kl_beta kl_weight kl_penalty_coef kl_loss_weight init_kl_coef use_kl_loss use_kl",
     "kl_coef": "kl kl_penalty kl_reward_coef reward_kl_coef",
@@ -88,7 +89,8 @@ MEANT = {
     "tracking_project": "wandb_project project project_name",
     "name": "run_name experiment_name exp_name wandb_run_name job_name wandb_name",
     "run_root": "log_dir logging_dir runs_dir run_dir work_dir",
-    "reward": "reward_fn reward_function reward_funcs rm_type reward_type custom_rm_path reward_model reward_manager custom_reward_function",
+    "reward": "reward_fn reward_function reward_funcs rm_type reward_type custom_rm_path reward_model reward_manager "
+    "custom_reward_function",
     "reward_url": "rm_url remote_rm_url",
     "generate_function": "custom_generate_function_path rollout_fn generate_fn agent_loop",
     "tool_functions": "tools tool_config_path",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 import time
@@ -10,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from miles.config.reward import RewardSection
+from miles.data.tokenizer import read_json
 from miles.rewards.sandbox import CLOCK_FACTOR, Ran, has_namespaces, run
 from miles.types import Sample
 
@@ -99,8 +99,8 @@ def tests_of(metadata: Mapping[str, Any]) -> Sequence[Any]:
     tests = metadata.get("tests")
     if isinstance(tests, str) and tests:
         try:
-            tests = json.loads(tests)
-        except json.JSONDecodeError as error:
+            tests = read_json(tests)
+        except ValueError as error:
             raise ValueError(f"metadata tests is a list, or that list as JSON text, not {tests[:200]!r} ({error})") from None
     if tests is not None and not isinstance(tests, (list, tuple)):
         raise ValueError(f"metadata tests is a list of tests, not {str(tests)[:200]}")

@@ -98,18 +98,26 @@ async def try_reward(
 
 
 def answers(args: RewardSection, rows: Sequence[TrialRow]) -> Iterator[tuple[TrialRow, Kind, str]]:
-    """Row by row its gold answer, where there is one, the gold answer of the next row with another label, and the empty one."""
-    labels = [json.dumps(row.label, sort_keys=True, default=str) for row in rows]
+    """Row by row its gold answer, where there is one, the gold answer of the next row with one and another label, and the empty one."""
+    labels = [_same_for_equals(row.label) for row in rows]
     for place, row in enumerate(rows):
         gold = gold_answer(_reward_of(args, row), row)
         if gold is not None:
             yield row, "gold", gold
         others = (other % len(rows) for other in range(place + 1, place + len(rows)))
-        other = next((other for other in others if labels[other] != labels[place]), None)
-        wrong = None if other is None else gold_answer(_reward_of(args, row), rows[other])
+        others_gold = (gold_answer(_reward_of(args, row), rows[other]) for other in others if labels[other] != labels[place])
+        wrong = next((answer for answer in others_gold if answer is not None), None)
         if wrong is not None:
             yield row, "wrong", wrong.rpartition("</think>")[2].lstrip("\n")  # or it would have earned what a mix gives for the form
         yield row, "empty", ""
+
+
+def _same_for_equals(label: Any) -> float | str:
+    """ "4" and 4.0 are the same answer to most rewards, so neither is a wrong one for the other."""
+    try:
+        return float(label)
+    except (TypeError, ValueError):
+        return json.dumps(label, sort_keys=True, default=str)
 
 
 def gold_answer(reward: str, row: TrialRow) -> str | None:

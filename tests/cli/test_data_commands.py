@@ -130,7 +130,22 @@ def test_rows_that_a_reward_gets_wrong_are_named(tmp_path, capsys):
     out = capsys.readouterr().out
     assert table(out)["gold"] == [3, 2, 0, 0, 1, 0]
     assert re.search(r"d\.jsonl:2: the gold answer .* for the label 'n/a' cannot be scored", out)
-    assert "1 rows have no gold answer" in out
+    assert re.search(r"1 row has no gold answer: .*d\.jsonl:4\n", out)
+    assert out.endswith("1 of 11 answers is scored WRONG\n")
+
+
+def test_the_verdict_counts_what_was_tried(tmp_path, capsys):
+    labels = ({"label": "4"}, {}, {"label": "5"}, *({} for _ in range(9)))
+    path = write(tmp_path / "d.jsonl", *({"prompt": "x"} | row for row in labels))
+    assert main(["check-reward", path, "--reward-workers", "0"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"10 rows have no gold answer: .*d\.jsonl:2, .*d\.jsonl:10 and 2 more\n", out)
+    last = out.splitlines()[-1]
+    assert last == "the reward tells right from wrong on 2 of 12 rows: 2 gold, 2 wrong and 2 empty answers were scored as they should be"
+    assert main(["check-reward", path, "--reward-workers", "0", "--rows", "1"]) == 0
+    one = capsys.readouterr().out
+    assert one.startswith("1 row, reward math\n")
+    assert "there is one row\nall is well as far as it was tried (1 gold, 0 wrong and 1 empty answers)" in one
 
 
 @pytest.mark.parametrize("rows", [[], [{"prompt": "x", "answer": "4"}, {"prompt": "y", "answer": "5"}]])

@@ -87,6 +87,7 @@ def test_tests_as_json_text_are_the_same_tests(answer):
         "assert add(1, 2) == 3",
         {"stdin": "", "stdout": "3"},
         '{"stdin": "", "stdout": "3"}',
+        '[{"stdin": "", "stdout": "3", "stdout": "4"}]',
         [{"stdin": ""}],
         [{"stdin": [1], "stdout": ""}],
         3,
