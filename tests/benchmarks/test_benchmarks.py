@@ -20,7 +20,7 @@ COMMANDS = {
     "executor_scale.py": ["--groups", "40", "--batch", "4", "--engines", "5", "--in-flight", "20", "--siblings", "2", "--scale", "0.001"],
     "recovery.py": ["--repeats", "1"],
     "waste.py": ["--rollouts", "4"],
-    "overlap.py": ["--steps", "2", "--repeats", "1", "--latency", "50", "--groups", "2", "--siblings", "2", "--length", "8"],
+    "overlap.py": ["--steps", "2", "--repeats", "1", "--latency", "50", "--groups", "2", "--siblings", "2", "--length", "8", "--cores=1"],
 }
 
 
