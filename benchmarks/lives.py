@@ -85,10 +85,6 @@ class Life:
             time.sleep(0.1)
         return []
 
-    def segments(self) -> list[str]:
-        """What is still there of it in shared memory."""
-        return [str(path) for pid in [self.pid, *self.family] for path in Path("/dev/shm").glob(f"miles-weights-*-{pid}-*")]
-
 
 def _lives(process: psutil.Process) -> bool:
     with suppress(psutil.NoSuchProcess):

@@ -152,13 +152,12 @@ class Chaos:
     def trial(self, name: str, mode: str, kills: list[str | Strike]) -> Trial:
         """One run that is killed at each of `kills` in turn (a named point, or from outside), then left alone."""
         whole, _ = self.reference(mode)
-        folder, done, repeated, left, lives = self.root / name, [], 0, [], []
+        folder, done, repeated, left = self.root / name, [], 0, []
         for life in range(MOST_LIVES):
             kill = kills[life] if life < len(kills) else None
             flags = ["--debug-kill", kill] if isinstance(kill, str) else []
             strike = kill if isinstance(kill, Strike) else None
             code, lived = self.nursery.run(MODES[mode].driver, [*self.next_argv(name, mode, life), *flags], folder, strike)
-            lives.append(lived)
             left += lived.left() if MODES[mode].workers else []
             if code != 0 or lived.struck:
                 done.append(str(kill))
@@ -169,7 +168,6 @@ class Chaos:
                 return Trial(mode, done, life + 1, repeated, [f"exit code {code}: {(self.root / f'{name}.log').read_text()[-2000:]}"])
             repeated += lived.trained() - _saved(folder)
         found = outcome(folder)
-        left += [path for lived in lives for path in lived.segments()]  # a next run removes what no one else was left to remove
         wrong = left + (whole.differences(found) if MODES[mode].exact else unsound(folder))
         if not wrong:
             shutil.rmtree(folder)

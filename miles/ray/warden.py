@@ -4,8 +4,7 @@
 
 Ray's workers end within some seconds of their driver, and what those started ends with them. Ray's own agents go on for a minute, as they
 try to tell a server of the death that is gone as well. So this process notes, while the driver lives, who descends from its Ray; once its
-standard input closes, as the driver is gone, it ends those that are still there after a grace, and removes Ray's folder and the segments
-that killed trainers leave in shared memory.
+standard input closes, as the driver is gone, it ends those that are still there after a grace, and removes Ray's folder.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ LIMIT = 60.0
 """Seconds for killed processes to go; one that hangs in the kernel is left to it."""
 NOBODY = -1
 SERVICES = ("raylet", "gcs_server")
-SEGMENTS = Path("/dev/shm")
 
 
 class Known(NamedTuple):
@@ -80,16 +78,12 @@ def family(driver: int, known: set[Known]) -> set[Known]:
 
 def clean_up(folder: str, known: set[Known]) -> None:
     """Called when the driver is gone."""
-    ever, deadline = known, time.monotonic() + GRACE
+    deadline = time.monotonic() + GRACE
     while (known := family(NOBODY, known)) and time.monotonic() < deadline + LIMIT:
-        ever = ever | known
         for process in known if time.monotonic() > deadline else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
         time.sleep(0.1)
-    for process in ever:
-        for segment in SEGMENTS.glob(f"miles-weights-*-{process.pid}-*"):
-            segment.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -1,21 +1,16 @@
-"""Shared memory: a file that trainer and engines of one host map.
+"""Shared memory: a file without a name that trainer and engines of one host map.
 
 It holds two buckets, filled and read in turn, or all of them where there is room. The trainer writes straight into the mapped segment
 and an engine copies straight out of it. It stays mapped from one publish to the next, so its pages are touched for the first time
-only once.
+only once. Engines open it through the trainer's descriptor in /proc: with the last process that has it, however it ends, it is gone.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import logging
 import mmap
 import os
-import re
-import secrets
 import tempfile
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,8 +29,6 @@ DEPTH = 2
 SHARE = 0.25
 """Of the memory that is free, what a copy of all weights may take."""
 
-PREFIX = "miles-weights-"
-
 
 def directories() -> list[Path]:
     """Where segments may live: memory where the system offers it as files, else a mapped temporary file."""
@@ -43,13 +36,12 @@ def directories() -> list[Path]:
 
 
 class Segment:
-    """One mapped file of the sender, locked for as long as this process lives, gone from the file system with it."""
+    """One mapped file of the sender. `address` is where other processes open it, and how they know it from a later one."""
 
-    def __init__(self, label: str, nbytes: int, where: Path) -> None:
+    def __init__(self, nbytes: int, where: Path) -> None:
         self.nbytes = nbytes
-        descriptor, self.path = _create(label, where)
-        # unlinks at dispose and at a normal exit; after a kill, `remove_stale` finds the lock free
-        self._finalizer = weakref.finalize(self, _remove, descriptor, self.path, os.getpid())
+        self._file = tempfile.TemporaryFile(dir=where)  # noqa: SIM115 - open for as long as there are publishes
+        descriptor = self._file.fileno()
         try:
             # reserved now: a file that is only long enough on paper ends the process with SIGBUS when it is written
             os.posix_fallocate(descriptor, 0, nbytes)
@@ -58,19 +50,18 @@ class Segment:
             self.remove()
             raise
         self.buffer = torch.frombuffer(memory, dtype=torch.uint8)
+        self.address = (f"/proc/{os.getpid()}/fd/{descriptor}", os.fstat(descriptor).st_ino)
 
     def remove(self) -> None:
-        self._finalizer()
+        self._file.close()
 
 
 class Sender:
-    def __init__(self, label: str, where: Sequence[Path] | None = None) -> None:
+    def __init__(self, where: Sequence[Path] | None = None) -> None:
         """
         Args:
-            label: a part of the segments' names, for people who look at them.
             where: directories, the first with room is taken; default: `directories`.
         """
-        self._label = re.sub(r"[^A-Za-z0-9_.]+", "_", label)[:40]
         self._where = where or directories()
         self._held: Segment | None = None
         self._begins: Sequence[int] = ()
@@ -85,12 +76,10 @@ class Sender:
             begins, nbytes = layout(bucket_nbytes, DEPTH)
         if not self._holds(nbytes):
             self.dispose()
-            for place in self._where:
-                remove_stale(place)
             self._held = self._segment(nbytes)
         assert self._held is not None
         self._begins = begins
-        return {"path": str(self._held.path), "begins": begins}
+        return {"address": self._held.address, "begins": begins}
 
     def _holds(self, nbytes: int) -> bool:
         return self._held is not None and self._held.nbytes == nbytes
@@ -102,7 +91,7 @@ class Sender:
         refusals = []
         for place in self._where:
             try:
-                segment = Segment(self._label, nbytes, place)
+                segment = Segment(nbytes, place)
             except OSError as error:
                 refusals.append(f"{place}, which has {_free(place) >> 20} MiB free ({error.strerror})")
                 continue
@@ -137,13 +126,14 @@ class Sender:
 
 class Receiver:
     def __init__(self) -> None:
-        self._path, self._mapped = "", torch.empty(0)
+        self._address: tuple[str, int] | None = None
+        self._mapped = torch.empty(0)
         self._plan: PublishPlan | None = None
 
     def open(self, plan: PublishPlan, rank: int) -> None:
-        path = plan.channel["path"]
-        if path != self._path:
-            self._mapped, self._path = _map(path), path
+        address = plan.channel["address"]
+        if address != self._address:
+            self._mapped, self._address = _map(*address), address
         self._plan = plan
 
     def receive(self, index: int) -> Tensor:
@@ -156,39 +146,7 @@ class Receiver:
 
     def dispose(self) -> None:
         self.close()
-        self._path, self._mapped = "", torch.empty(0)
-
-
-def remove_stale(where: Path) -> None:
-    """Remove the segments of senders that were killed: the lock of each is free, whichever process or container had it."""
-    for path in where.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # another user's, in use, or just removed by someone else
-            descriptor = os.open(path, os.O_RDWR)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()
-            finally:
-                os.close(descriptor)
-
-
-def _create(label: str, where: Path) -> tuple[int, Path]:
-    """A new file that is locked and still there: another start may have taken it for a stale one before it was locked."""
-    while True:
-        path = where / f"{PREFIX}{label}-{os.getpid()}-{secrets.token_hex(4)}"
-        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(descriptor).st_nlink:
-                return descriptor, path
-        os.close(descriptor)
-
-
-def _remove(descriptor: int, path: Path, owner: int) -> None:
-    if os.getpid() != owner:  # a forked child that exits must not take its parent's segment along
-        return
-    path.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):
-        os.close(descriptor)
+        self._address, self._mapped = None, torch.empty(0)
 
 
 def _free(where: Path) -> int:
@@ -196,12 +154,16 @@ def _free(where: Path) -> int:
     return stat.f_bavail * stat.f_frsize
 
 
-def _map(path: str) -> Tensor:
+def _map(path: str, inode: int) -> Tensor:
+    lost = f"shared memory for weights: {path} is not on this host, is another user's, or its trainer is gone"
     try:
         descriptor = os.open(path, os.O_RDWR)
-    except FileNotFoundError:
-        raise ValueError(f"shared memory for weights: {path} is not on this host, or its trainer is gone") from None
+    except OSError as error:
+        raise ValueError(f"{lost} ({error.strerror})") from None
     try:
-        return torch.frombuffer(mmap.mmap(descriptor, os.fstat(descriptor).st_size), dtype=torch.uint8)
+        found = os.fstat(descriptor)
+        if found.st_ino != inode:  # the number has gone to another file since
+            raise ValueError(lost)
+        return torch.frombuffer(mmap.mmap(descriptor, found.st_size), dtype=torch.uint8)
     finally:
         os.close(descriptor)

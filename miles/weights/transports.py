@@ -59,7 +59,7 @@ def _one_gpu(args: RunConfig) -> bool:
 
 def make_sender(transport: str, args: RunConfig, *, one_host: bool, device: torch.device) -> WeightSender:
     if transport == "shared_memory":
-        return shared_memory.Sender(args.name)
+        return shared_memory.Sender()
     if transport == "cuda_ipc":
         return cuda_ipc.Sender(device)
     if transport == "disk":

@@ -64,9 +64,6 @@ def test_a_run_joins_a_cluster_and_leaves_it_running(launch, cluster):
     killed.process.wait()
     psutil.wait_procs(workers, timeout=60)
     assert not workers_on(head), f"left on the cluster: {workers_on(head)}"
-    for worker in workers:  # the next run on this host would remove them
-        for segment in Path("/dev/shm").glob(f"miles-weights-*-{worker.pid}-*"):
-            segment.unlink()
     assert head.poll() is None
 
 

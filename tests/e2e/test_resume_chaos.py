@@ -39,7 +39,7 @@ def test_a_killed_run_ends_like_one_that_was_not(chaos, mode):
 
 @pytest.mark.slow
 def test_a_killed_driver_takes_everything_along_and_the_same_command_goes_on(chaos):
-    """Under Ray, to the numbers of one process; the trial fails for whatever process or segment of shared memory is left."""
+    """Under Ray, to the numbers of one process; the trial fails for whatever process is left."""
     chaos.whole["ray, plain"] = chaos.reference("plain")
     kill = Strike(DRIVER, 1, 0.0)
     trial = chaos.trial("ray", "ray, plain", [kill])

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -65,7 +66,6 @@ def test_engines_have_what_was_sent_after_every_publish(transport: str, pair: li
     publisher.dispose()
     publisher.dispose()
     assert list(tmp_path.iterdir()) == []
-    assert list(SHM.glob(f"{shared_memory.PREFIX}t-{transport}*")) == []
 
 
 def test_no_checksums_when_verification_is_off(pair: list[EngineProcess]) -> None:
@@ -215,7 +215,7 @@ plan = publisher.plan(1)
 publisher.send_bucket(0, [("a", weights["a"])])
 child = os.fork()
 if not child:
-    sys.exit(0)  # a forked child that ends must not take its parent's segments along
+    sys.exit(0)  # a forked child that ends must not take along what is its parent's
 os.waitpid(child, 0)
 print("ready", flush=True)
 sys.stdin.read()
@@ -226,10 +226,10 @@ def child_environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 
 
-@pytest.mark.parametrize(("transport", "way"), [("shared_memory", "killed"), ("disk", "killed"), ("shared_memory", "exits")])
-def test_a_sender_that_is_killed_leaves_nothing_after_the_next_start(transport: str, way: str, tmp_path: Path) -> None:
+def killed_sender(transport: str, where: Path) -> subprocess.Popen[str]:
+    """One that is in the midst of its first publish."""
     child = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", KILLED_SENDER, transport, str(tmp_path)],
+        [sys.executable, "-W", "ignore", "-c", KILLED_SENDER, transport, str(where)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -238,21 +238,32 @@ def test_a_sender_that_is_killed_leaves_nothing_after_the_next_start(transport: 
     )
     assert child.stdout is not None
     assert child.stdout.readline() == "ready\n"
-    left = lambda: [*SHM.glob(f"{shared_memory.PREFIX}victim*"), *tmp_path.glob("*victim*")]  # noqa: E731
-    assert left()
+    return child
+
+
+def test_a_killed_sender_leaves_nothing_in_shared_memory() -> None:
+    child = killed_sender("shared_memory", SHM)
+    opened = [os.readlink(descriptor) for descriptor in Path(f"/proc/{child.pid}/fd").iterdir()]
+    child.send_signal(signal.SIGKILL)
+    child.communicate("")
+    segments = [path for path in opened if path.startswith(f"{SHM}/")]
+    assert segments
+    assert all(path.endswith(" (deleted)") for path in segments), "without a name it goes with its last process"
+
+
+def test_a_killed_sender_leaves_nothing_on_disk_after_the_next_start(tmp_path: Path) -> None:
+    child = killed_sender("disk", tmp_path)
+    left = lambda: [*tmp_path.glob("*victim*")]  # noqa: E731
     weights = {"a": torch.ones(3)}
-    args = settings(name="next", weight_transport=transport, weight_sync_dir=str(tmp_path))
+    args = settings(name="next", weight_transport="disk", weight_sync_dir=str(tmp_path))
     publisher = WeightPublisher(shapes_of(weights), args)
     publisher.plan(1)
-    assert left(), "a living sender's segments must stay"
+    assert left(), "a living sender's files must stay"
     publisher.dispose()
-    if way == "killed":
-        child.send_signal(signal.SIGKILL)
-    _, errors = child.communicate("")
-    assert errors == "", "no noise from a resource tracker"
-    if way == "killed":
-        assert left()
-        publisher.plan(2)
+    child.send_signal(signal.SIGKILL)
+    child.communicate("")
+    assert left()
+    publisher.plan(2)
     assert not left()
     publisher.dispose()
 
@@ -262,11 +273,12 @@ def too_much() -> int:
 
 
 def test_too_little_shared_memory_is_said() -> None:
-    sender = shared_memory.Sender("big", [SHM])
+    sender = shared_memory.Sender([SHM])
+    free = os.statvfs(SHM).f_bavail
     with pytest.raises(ValueError, match=r"MiB more are needed and fit neither in /.* MiB free .*--weight-bucket-mb"):
         sender.open([64, too_much()], 1, 1)
     sender.dispose()
-    assert list(SHM.glob(f"{shared_memory.PREFIX}big*")) == []
+    assert os.statvfs(SHM).f_bavail >= free // 2, "what was reserved in vain is given back"
 
 
 def test_a_file_stands_in_for_shared_memory_that_is_too_small(
@@ -282,9 +294,9 @@ def test_a_file_stands_in_for_shared_memory_that_is_too_small(
         real(descriptor, start, nbytes)
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    sender = shared_memory.Sender("roomy", [small, tmp_path])
-    path = sender.open([64, 32], 1, 1)["path"]
-    assert Path(path).parent == tmp_path
+    sender = shared_memory.Sender([small, tmp_path])
+    path, _ = sender.open([64, 32], 1, 1)["address"]
+    assert Path(os.readlink(path)).parent == tmp_path
     assert "--shm-size" in caplog.text
     sender.dispose()
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
@@ -297,6 +309,21 @@ def test_shared_memory_that_is_gone_is_said() -> None:
     publisher.dispose()
     with pytest.raises(ValueError, match="its trainer is gone"):
         WeightLoader(dict(weights)).begin(plan, 0)
+    with open("/dev/zero", "rb") as other:  # as its number is free, it may be another file's by then
+        channel = {**plan.channel, "address": (f"/proc/{os.getpid()}/fd/{other.fileno()}", plan.channel["address"][1])}
+        with pytest.raises(ValueError, match="its trainer is gone"):
+            WeightLoader(dict(weights)).begin(replace(plan, channel=channel), 0)
+
+
+def test_an_engine_that_comes_later_maps_what_the_others_have(pair: list[EngineProcess]) -> None:
+    weights = some_weights(1)
+    publisher = WeightPublisher(shapes_of(weights), settings(weight_transport="shared_memory"))
+    for engine in pair:
+        engine.call("make", shapes_of(weights), 20.0)
+    publish(publisher, weights, pair[:1], 1)
+    sent, *received = publish(publisher, weights, pair, 2)
+    assert received == [sent, sent]
+    publisher.dispose()
 
 
 def test_a_file_on_disk_is_complete_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
