@@ -15,13 +15,15 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--group", type=int, help="the history of one group, as JSON lines")
     options = parser.parse_args(argv)
-    lines = list(ledger.read(options.run / "ledger.jsonl"))
+    path = options.run / "ledger.jsonl"
+    lines = list(ledger.read(path))
     if options.group is not None:
         for line in lines:
             if line["group_index"] == options.group:
                 print(json.dumps(line))
         return 0
     books = ledger.balance(lines)
+    books.faults += [f"line {number} is damaged" for number in ledger.damaged(path)]
     print(f"{'taken':<12}{books.taken:>8}")
     for event in ledger.ENDS:
         print(f"{event:<12}{books.ended[event]:>8}")

@@ -116,12 +116,19 @@ class Ledger:
             for number, group_index in enumerate(group_indices, self.next_number)
         ]
         self.next_number += len(lines)
-        os.write(self._file, "".join(_text(line) + "\n" for line in lines).encode())
+        self._write("".join(_text(line) + "\n" for line in lines).encode())
         known = len(self.books.faults)
         for line in lines:
             self.books.add(line)
         if len(self.books.faults) > known:
             raise LedgerError(f"{self.path}: {'; '.join(self.books.faults[known:])} ({self.books})")
+
+    def _write(self, data: bytes) -> None:
+        try:
+            while data:  # a disk with little room takes a part, and refuses the rest
+                data = data[os.write(self._file, data) :]
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from None
 
     def expect(self, where: dict[str, int]) -> None:
         """Compare with what the producer itself holds. Raises LedgerError with both where they differ.
@@ -145,14 +152,22 @@ class Ledger:
         Args:
             next_number: `next_number` as it was then.
             last_rollout: of the checkpoint; drains and trainings of later ones are done again.
+
+        Raises:
+            ValueError: a line is damaged, or what is left does not balance.
         """
+        if numbers := damaged(self.path):
+            raise ValueError(f"{self.path}, line {numbers[0]}: damaged, so nobody knows what was trained; put the file back as it was")
         kept = [line for line in read(self.path) if line["number"] < next_number and not _is_later(line, last_rollout)]
+        books = balance(kept)
+        if books.faults:
+            raise ValueError(f"{self.path} is not whole: {'; '.join(books.faults[:3])}; put the file back as it was")
         temporary = self.path.with_suffix(".cut")
         temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         os.replace(temporary, self.path)
         os.close(self._file)
         self._file = os.open(self.path, os.O_APPEND | os.O_WRONLY)
-        self.books, self.next_number = balance(kept), next_number
+        self.books, self.next_number = books, next_number
 
     def close(self) -> None:
         """Idempotent."""
@@ -166,15 +181,26 @@ def _is_later(line: dict[str, Any], last_rollout: int) -> bool:
 
 
 def read(path: str | Path) -> Iterator[dict[str, Any]]:
-    """The lines of a ledger, oldest first; a torn last line is left out. No file reads as no lines."""
+    """The lines of a ledger, oldest first; a torn or damaged one is left out. No file reads as no lines."""
+    return (line for line in _parsed(path) if line is not None)
+
+
+def damaged(path: str | Path) -> list[int]:
+    """The numbers, from 1, of the lines that cannot be read. The last may be torn, by a kill."""
+    lines = list(_parsed(path))
+    return [number for number, line in enumerate(lines[:-1], 1) if line is None]
+
+
+def _parsed(path: str | Path) -> Iterator[dict[str, Any] | None]:
     if not Path(path).exists():
         return
     with open(path, encoding="utf-8", errors="replace") as lines:
-        for line in lines:
+        for text in lines:
             try:
-                yield json.loads(line)
+                line = json.loads(text)
             except ValueError:
-                continue
+                line = None
+            yield line if isinstance(line, dict) else None
 
 
 def balance(lines: Iterable[dict[str, Any]]) -> Books:

@@ -133,6 +133,9 @@ def test_ledger(run, capsys):
     path.write_text(path.read_text() + json.dumps(notes[-1]) + "\n")
     assert main(["ledger", "first"]) == 1
     assert "WRONG: group 1 ended" in capsys.readouterr().out
+    path.write_text("\0\n" + "".join(json.dumps(note) + "\n" for note in notes))
+    assert main(["ledger", "first"]) == 1
+    assert "line 1 is damaged" in capsys.readouterr().out
 
 
 def test_settings_doc(tmp_path, capsys):

@@ -1,5 +1,8 @@
 """taken = trained + filtered + dropped + returned + abandoned + open."""
 
+import json
+import resource
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -128,3 +131,33 @@ def test_a_rewound_ledger_is_that_of_the_checkpoint(tmp_path):
     other = Ledger(tmp_path / "another.jsonl")
     other.rewind(number, 0)
     assert other.path.read_bytes() == b"", "a run that starts from another's checkpoint has a ledger of its own"
+
+
+def test_a_ledger_with_a_damaged_line_is_not_gone_on_with(tmp_path):
+    books = Ledger(tmp_path / "ledger.jsonl")
+    books.note_all("taken", range(4))
+    whole = books.path.read_text().splitlines(keepends=True)
+    books.path.write_text("".join(whole[:3]) + whole[3][:12])
+    Ledger(books.path).rewind(3, 0)  # torn by a kill, after the checkpoint
+    for damage in ("17\n", whole[1][:20] + "\n", "\0" * 30 + "\n"):
+        books.path.write_text(whole[0] + damage + whole[2])
+        assert ledger.damaged(books.path) == [2]
+        with pytest.raises(ValueError, match=r"ledger\.jsonl, line 2: damaged"):
+            Ledger(books.path).rewind(3, 0)
+    books.path.write_text(whole[0] + json.dumps(line("filtered", 1, number=1)) + "\n")
+    with pytest.raises(ValueError, match="not whole: group 1 ended"):
+        Ledger(books.path).rewind(9, 0)
+
+
+def test_a_full_disk_ends_the_run_with_the_name_of_the_file(tmp_path):
+    books = Ledger(tmp_path / "ledger.jsonl")
+    books.note_all("taken", range(4))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (books.path.stat().st_size + 100, limits[1]))  # room for a part of what comes
+    try:
+        with pytest.raises(OSError, match=r"File too large: .*ledger\.jsonl"):
+            books.note_all("drained", range(4), rollout_id=0, version=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    Ledger(books.path).rewind(4, -1)
+    assert balance(ledger.read(books.path)).open == [0, 1, 2, 3]
