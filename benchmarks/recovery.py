@@ -4,8 +4,9 @@
     python benchmarks/recovery.py --device cuda -- --gpus-per-trainer 0.3 --gpus-per-engine 0.3
 
 A whole fully asynchronous run of two engines with the control API and its healer. The cold start is a suspended engine's way back: from
-the start of its process until it serves. The recovery begins with SIGKILL, so it also holds the noticing. Training must go on meanwhile,
-with the other engine, in the same driver: what that one has must not be lost, and what the dead one had must go to it.
+the start of its process until it serves. The recovery begins with SIGKILL, so it also holds the noticing, and comes when all places of the
+engine are taken by answers under way. Training must go on meanwhile, with the other engine, in the same driver: that one must not lose a
+token, and what the dead one had must go to it. All answers are long, and equally so.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from report import machine, summary, table, write
 from miles.tracking import ledger
 
 ROOT = Path(__file__).parent.parent
-ENGINE, INDEX = "engine-1", "1"
+ENGINE, OTHER, INDEX = "engine-1", "engine-0", "1"
+RUNNING = 4  # answers at once in one engine
 HEALING = {
     "--health-interval": "0.5",
     "--health-timeout": "5",
@@ -48,7 +50,8 @@ class Run:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         flags = ["--config", options.config, "--run-root", str(folder), "--name", "recovery", "--console", "quiet", "--fully-async"]
-        flags += ["--max-response-length", "96", "--engine-max-running", "2", "--num-engines", "2"]
+        flags += ["--ignore-eos", "--max-response-length", str(options.length), "--engine-max-context", str(options.length + 32)]
+        flags += ["--engine-max-running", str(RUNNING), "--num-engines", "2"]
         flags += ["--num-rollout", "1000000", "--no-save-on-signal", "--eval-interval", "1000000"]
         flags += ["--device", options.device, *options.more]
         flags += ["--api-server-port", str(port), "--mini-ft-controller", *(part for pair in HEALING.items() for part in pair)]
@@ -84,8 +87,13 @@ class Run:
         except httpx.TransportError:
             return False
 
-    def cell(self) -> dict[str, Any]:
-        return self.client.get(f"{self.url}/cells/{ENGINE}").raise_for_status().json()
+    def cell(self, name: str = ENGINE) -> dict[str, Any]:
+        return self.client.get(f"{self.url}/cells/{name}").raise_for_status().json()
+
+    def load(self, name: str) -> dict[str, int]:
+        """What the engine's last probe told of its requests and tokens."""
+        self.wait(lambda: self.cell(name)["status"]["load"] is not None, f"a probe of {name}")
+        return self.cell(name)["status"]["load"]
 
     def serves(self) -> bool:
         return any(condition["type"] == "Serving" and condition["status"] == "True" for condition in self.cell()["status"]["conditions"])
@@ -108,23 +116,31 @@ class Run:
         return seconds
 
     def killed(self) -> bool:
-        """The API refuses a fault when the cell has changed since it was looked at, as it does at every publish."""
-        fault = {"kind": "kill", "resourceVersion": self.cell()["metadata"]["resourceVersion"]}
+        """Only while it answers as much as it can. The API refuses a fault when the cell has changed since, as at every publish."""
+        cell = self.cell()
+        if (cell["status"]["load"] or {}).get("running") != RUNNING:
+            return False
+        fault = {"kind": "kill", "resourceVersion": cell["metadata"]["resourceVersion"]}
         answer = self.client.post(f"{self.url}/cells/{ENGINE}/inject-fault", json=fault)
         return answer.status_code != 409 and answer.raise_for_status().is_success
 
     def recovery(self) -> dict[str, float]:
-        """Seconds, the rollouts that were trained meanwhile, and what became of requests."""
-        requests, retried, cases = self.failed_requests(), self.retried(), self.well()
-        self.wait(self.killed, "a moment without a publish")
+        """Seconds, the rollouts that were trained meanwhile, and what became of requests and tokens."""
+        requests, retried, cases, cut = self.failed_requests(), self.retried(), self.well(), self.load(OTHER)["tokensCut"]
+        self.wait(self.killed, "a moment without a publish in which the engine is full")
         before, begin = self.trained(), time.monotonic()
         self.wait(lambda: not self.serves(), "the noticing")
         seconds = self.wait(self.serves, "the recovery") - begin
         self.wait(lambda: self.well() > cases, "the healer's look")
         failed = self.failed_requests() - requests
-        others = sum(count for engine, count in failed.items() if engine != INDEX)
-        trained = self.trained() - before
-        return {"recovery": seconds, "trained": trained, "handed_over": failed[INDEX], "lost": others + self.retried() - retried}
+        return {
+            "recovery": seconds,
+            "trained": self.trained() - before,
+            "handed_over": failed[INDEX],
+            "lost": failed.total() - failed[INDEX],
+            "tokens_lost": self.load(OTHER)["tokensCut"] - cut,
+            "begun_again": self.retried() - retried,
+        }
 
     def failed_requests(self) -> Counter[str]:
         """By the engine that had them, as the router tells of each."""
@@ -155,6 +171,7 @@ def main() -> None:
     parser.add_argument("--config", default=str(ROOT / "recipes" / "tiny" / "run.toml"))
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--length", type=int, default=224, help="tokens of every answer")
     parser.add_argument("--json", help="also write the result to this file")
     parser.add_argument("more", nargs="*", help="further flags of the run, after --")
     options = parser.parse_args()
@@ -177,8 +194,10 @@ def report(options: argparse.Namespace, found: list[dict[str, float]]) -> None:
         "recovery": "recovery after SIGKILL, s",
         "ratio": "recovery / cold start",
         "trained": "rollouts trained meanwhile",
-        "handed_over": "requests of the dead engine that went to the other",
-        "lost": "requests that the other engine lost, and groups begun again",
+        "handed_over": f"requests of the dead engine, of {options.length} tokens each, that went to the other",
+        "lost": "requests that the other engine lost",
+        "tokens_lost": "tokens that the other engine lost",
+        "begun_again": "groups begun again",
     }
     rows = [
         [title, f"{values[key]['median']:.2f}", f"{values[key]['least']:.2f} to {values[key]['most']:.2f}"] for key, title in titles.items()

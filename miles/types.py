@@ -306,7 +306,10 @@ class PublishPlan:
 
 @dataclass(frozen=True, slots=True)
 class EngineHealth:
-    """`stuck_seconds`: how long nothing has come of what the engine is at (its last token's age while requests run); 0 when paused."""
+    """`stuck_seconds`: how long nothing has come of what the engine is at (its last token's age while requests run); 0 when paused.
+
+    Tokens are counted from the engine's start: all that came, and those of requests that were aborted or failed.
+    """
 
     healthy: bool
     weight_version: int
@@ -315,6 +318,8 @@ class EngineHealth:
     paused: bool
     stuck_seconds: float = 0.0
     reason: str = ""
+    tokens: int = 0
+    tokens_cut: int = 0
 
 
 @dataclass(slots=True)

@@ -175,6 +175,13 @@ def prometheus_text(cells: list[Cell], latest: Mapping[str, float]) -> str:
         for cell in cells
         if cell.status.weight_version is not None
     ]
+    loads = [(_label(cell.name), cell.status.load) for cell in cells if cell.status.load is not None]
+    lines.append("# TYPE miles_engine_requests gauge")
+    for name, load in loads:
+        lines += [f'miles_engine_requests{{cell="{name}",state="{state}"}} {getattr(load, state)}' for state in ("running", "waiting")]
+    for counter in ("tokens", "tokens_cut"):
+        lines.append(f"# TYPE miles_engine_{counter}_total counter")
+        lines += [f'miles_engine_{counter}_total{{cell="{name}"}} {getattr(load, counter)}' for name, load in loads]
     for name, value in sorted(latest.items()):
         metric = "miles_" + "".join(letter if letter.isascii() and letter.isalnum() else "_" for letter in name)
         lines += [f"# TYPE {metric} gauge", f"{metric} {value}".replace("inf", "Inf").replace("nan", "NaN")]

@@ -40,10 +40,20 @@ class Spec(_View):
     suspend: bool
 
 
+class Load(_View):
+    """What an engine has to do, and its tokens since it started, as its last probe said."""
+
+    running: int
+    waiting: int
+    tokens: int
+    tokens_cut: int
+
+
 class CellStatus(_View):
     phase: Phase
     conditions: list[Condition]
     weight_version: int | None = None
+    load: Load | None = None
 
 
 class Cell(_View):
@@ -99,6 +109,7 @@ class CellState:
     suspend: bool = False
     phase: Phase = "Pending"
     weight_version: int | None = None
+    load: Load | None = None  # set freely: it changes all the time, and no resource version with it
     version: int = 0
     conditions: dict[ConditionType, Condition] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -138,11 +149,11 @@ class CellState:
     def view(self) -> Cell:
         """A snapshot."""
         with self._lock:
-            return Cell(
-                metadata=Metadata(name=self.name, resource_version=str(self.version), labels=dict(self.labels)),
-                spec=Spec(suspend=self.suspend),
-                status=CellStatus(phase=self.phase, conditions=list(self.conditions.values()), weight_version=self.weight_version),
+            status = CellStatus(
+                phase=self.phase, conditions=list(self.conditions.values()), weight_version=self.weight_version, load=self.load
             )
+            metadata = Metadata(name=self.name, resource_version=str(self.version), labels=dict(self.labels))
+            return Cell(metadata=metadata, spec=Spec(suspend=self.suspend), status=status)
 
     def _content(self) -> tuple[object, ...]:
         told = tuple((condition.status, condition.reason) for condition in self.conditions.values())

@@ -235,6 +235,7 @@ async def test_bad_requests_are_refused_by_name_and_harm_no_other(engine: Engine
 async def test_abort_keeps_the_partial_tokens(engine: Engine) -> None:
     names = [f"r{i}." for i in range(4)]
     whole = await asyncio.gather(*(engine.generate(ask(name, new=100, seed=i)) for i, name in enumerate(names)))
+    counted = await engine.health()
     tasks = [asyncio.create_task(engine.generate(ask(name, new=100, seed=i))) for i, name in enumerate(names)]
     await all_running(engine, 4)
     await some_steps(engine, "abort")
@@ -246,6 +247,9 @@ async def test_abort_keeps_the_partial_tokens(engine: Engine) -> None:
         assert answer.token_ids == full.token_ids[: len(answer.token_ids)]
         assert_whole(answer)
     assert 0 < len(answers[1].token_ids) < 100
+    health = await engine.health()
+    assert health.tokens_cut - counted.tokens_cut == len(answers[1].token_ids)
+    assert health.tokens - counted.tokens >= sum(len(answer.token_ids) for answer in answers)
 
 
 async def test_an_answer_that_was_cut_off_goes_on_after_a_publish(engine: Engine, trainer: Trainer) -> None:

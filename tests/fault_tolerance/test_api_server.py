@@ -8,7 +8,7 @@ import pytest
 
 from miles.config.run_config import RunConfig
 from miles.fault_tolerance import api_app, api_server
-from miles.fault_tolerance.cells import CellState
+from miles.fault_tolerance.cells import CellState, Load
 from miles.fault_tolerance.token import read_token, token_path
 
 
@@ -149,11 +149,15 @@ async def test_a_resume_that_fails_says_why(api):
 
 
 async def test_metrics_in_prometheus_text(api):
-    client, _, _ = api
+    client, controller, _ = api
+    controller.states["engine-1"].load = Load(running=2, waiting=7, tokens=500, tokens_cut=0)
     text = (await client.get("/metrics")).text
     assert 'miles_cell_condition{cell="engine-0",type="Healthy"} 1' in text
     assert 'miles_cell_condition{cell="actor",type="Healthy"} -1' in text
     assert 'miles_cell_weight_version{cell="engine-1"} 3' in text
+    assert 'miles_engine_requests{cell="engine-1",state="waiting"} 7' in text
+    assert 'miles_engine_tokens_total{cell="engine-1"} 500' in text
+    assert 'cell="engine-0",state' not in text, "no probe has answered yet"
     assert "miles_rollout_reward 0.5\n" in api_app.prometheus_text([], {"rollout/reward": 0.5})
     assert "miles_train_loss NaN\n" in api_app.prometheus_text([], {"train/loss": float("nan")})
 

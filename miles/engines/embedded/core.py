@@ -15,7 +15,7 @@ from miles.engines.embedded.requests import Limits
 from miles.engines.embedded.sequence import Reply, Sequence
 from miles.engines.embedded.stopping import Stopping
 from miles.engines.served_weights import ServedWeights
-from miles.types import EngineHealth, GenerateRequest, PauseMode, PublishPlan
+from miles.types import EngineHealth, FinishReason, GenerateRequest, PauseMode, PublishPlan
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,7 @@ class EngineCore:
         self.limits = Limits(vocabulary=0, max_context=args.engine_max_context, has_tokenizer=False)
         self.failure: BaseException | None = None
         self._unanswered: dict[Sequence, None] = {}  # in order of arrival
+        self._tokens_cut = 0
 
     def load(self) -> None:
         args = self.args
@@ -76,6 +77,7 @@ class EngineCore:
         logger.error("engine %s failed", self.name, exc_info=error)
         self.failure = error
         for sequence in self._unanswered:  # not the scheduler's: the error may have left its lists half changed
+            self._tokens_cut += sequence.num_written
             sequence.reply(None, error)
         self._unanswered.clear()
         if self.decoder is not None:
@@ -196,6 +198,8 @@ class EngineCore:
             paused=self.paused,
             stuck_seconds=self._stuck_seconds(busy_seconds),
             reason=reason,
+            tokens=decoder.num_sampled if decoder else 0,
+            tokens_cut=self._tokens_cut,
         )
 
     def _stuck_seconds(self, busy_seconds: float) -> float:
@@ -217,6 +221,8 @@ class EngineCore:
     def _hand_back(self, sequences: list[Sequence]) -> int:
         for sequence in sequences:
             self._unanswered.pop(sequence, None)
+            if sequence.failure is not None or sequence.finish is FinishReason.ABORT:
+                self._tokens_cut += sequence.num_written
             if sequence.failure is not None:
                 sequence.reply(None, sequence.failure)
             else:

@@ -294,6 +294,8 @@ class SGLangEngine:
             paused=self._mode is not None,
             stuck_seconds=time.monotonic() - flights.last_progress if working else 0.0,
             reason="a publish was cut off half way or came out wrong: nothing is served until a whole one succeeds" if broken else "",
+            tokens=flights.tokens,
+            tokens_cut=flights.tokens_cut,
         )
 
     async def dispose(self) -> None:

@@ -89,6 +89,7 @@ class Flights:
         self._cleanups: set[asyncio.Task[None]] = set()
         self.open = True  # whether parts may be sent
         self.version = 0
+        self.tokens = self.tokens_cut = 0  # as in EngineHealth
         self.cache_key = "0"  # prefixes are shared only under an equal one
         self.last_progress = time.monotonic()
 
@@ -132,6 +133,8 @@ class Flights:
                 self._clean_up(flight.running)
             raise
         finally:
+            if flight.finish in (None, FinishReason.ABORT):
+                self.tokens_cut += len(flight.tokens)
             del self._flights[request.request_id]
             self._tell()
 
@@ -252,6 +255,7 @@ class Flights:
             raise FloatingPointError(f"request {name}: the model's logits are not finite")
         start = len(flight.tokens)
         flight.tokens += ids
+        self.tokens += len(ids)
         flight.logprobs += logprobs
         if count := flight.request.sampling.num_likeliest:
             flight.likeliest += _likeliest(meta.get("output_top_logprobs") or [], len(ids), count, name)

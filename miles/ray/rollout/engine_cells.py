@@ -10,13 +10,14 @@ from functools import partial
 from typing import cast
 
 from miles.config.run_config import RunConfig
-from miles.fault_tolerance.cells import CellState
+from miles.fault_tolerance.cells import CellState, Load
 from miles.fault_tolerance.health import HealthJudge, Verdict, watch
 from miles.fault_tolerance.retry import retry
 from miles.protocols import Engine, ProcessGone
 from miles.ray.run import Run
 from miles.ray.worker_handle import CallTimeout, WorkerHandle
 from miles.ray.worker_manager import all_or_first_error
+from miles.types import EngineHealth
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ class EngineCells:
         cell.watching = asyncio.get_running_loop().create_task(
             watch(
                 cell.judge,
-                cell.engine.health,
+                partial(self._probe, cell),
                 interval=self.args.health_interval,
                 timeout=self.args.health_timeout,
                 on_verdict=partial(self._judged, cell),
@@ -112,6 +113,11 @@ class EngineCells:
             ),
             name=f"health of {cell.name}",
         )
+
+    async def _probe(self, cell: EngineCell) -> EngineHealth:
+        health = await cell.engine.health()
+        cell.state.load = Load(running=health.running, waiting=health.waiting, tokens=health.tokens, tokens_cut=health.tokens_cut)
+        return health
 
     async def restart(self, cell: EngineCell) -> None:
         """Start the engine anew, and pause it at once: it must never serve the checkpoint that it loaded."""
@@ -175,6 +181,7 @@ class EngineCells:
         cell.problem = reason
         cell.dead = cell.dead or dead
         cell.state.change(healthy=("False", reason), serving=("False", "lost"))
+        cell.state.load = None
         self.set_live(cell, False)
         self._end_run_if_none_works()
 
@@ -199,6 +206,7 @@ class EngineCells:
         if cell.watching is not None:
             cell.watching.cancel()
             cell.watching = None
+        cell.state.load = None
 
     def _end_run_if_none_works(self) -> None:
         """Nobody but the control API starts an engine again: without it, waiting for one would be for ever."""
