@@ -40,6 +40,7 @@ class Checkpoints:
         self.keep = keep
         self.parts: Collection[str] = ("actor", "executor")
         self.reached: Callable[[str, int], None] = lambda point, rollout_id: None
+        self.tell: Callable[[int, str], None] = lambda rollout_id, text: logger.info("%s", text)
         self.last_complete: int | None = None
         self._best = best
         self._written: dict[int, set[str]] = {}
@@ -80,8 +81,8 @@ class Checkpoints:
         self.reached("after_complete", rollout_id)
         _write(self.directory / "latest", folder.name + "\n")
         self.last_complete = rollout_id
-        logger.info("rollout %d is saved in %s", rollout_id, folder)
-        self._prune()
+        self.tell(rollout_id, f"rollout {rollout_id} is saved in {folder}")
+        self._prune(rollout_id)
         return True
 
     def score(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
@@ -102,7 +103,7 @@ class Checkpoints:
         _write(self.directory / "best", self.folder(best).name + "\n")
         return best
 
-    def _prune(self) -> None:
+    def _prune(self, newest_id: int) -> None:
         found = complete(self.directory)
         best = self._best_of(found)
         if self.keep is None:
@@ -110,7 +111,7 @@ class Checkpoints:
         kept = set(sorted(found)[-self.keep :]) | ({best} if best is not None else set())
         for rollout_id in sorted(set(found) - kept):
             _remove(found[rollout_id])
-            logger.info("removed the older checkpoint %s (--keep-checkpoints %d)", found[rollout_id], self.keep)
+            self.tell(newest_id, f"removed the older checkpoint {found[rollout_id]} (--keep-checkpoints {self.keep})")
 
     def _growing(self, rollout_id: int) -> Path:
         return self.directory / f".rollout_{rollout_id:06d}.{SAVING}"

@@ -10,6 +10,7 @@ from miles.config.run_config import RunConfig
 from miles.ray.checkpoints import Checkpoints
 from miles.ray.guard import RunGuard
 from miles.ray.heartbeat import Heartbeat
+from miles.ray.starting import Starting
 from miles.ray.worker_manager import WorkerManager
 
 
@@ -22,6 +23,7 @@ class Run:
     guard: RunGuard
     checkpoints: Checkpoints
     resolved: dict[str, str] = field(default_factory=dict)  # settings that workers get resolved: a random model's path, the device
+    starting: Starting | None = None
     keeper: asyncio.Task[None] | None = None
     heartbeat: Heartbeat | None = None
     trained_through: int | None = None  # last rollout whose training is done, of this process

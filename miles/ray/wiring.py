@@ -7,6 +7,7 @@ import contextlib
 import logging
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from miles.ray.cluster import Cluster
 from miles.ray.guard import RunGuard
 from miles.ray.heartbeat import Heartbeat
 from miles.ray.run import Run
+from miles.ray.starting import Starting
 from miles.ray.worker_manager import WorkerManager
 from miles.ray.worker_spec import Limit, WorkerSpec
 from miles.tracking import tracking, waits
@@ -41,6 +43,7 @@ _SLACK = 30.0  # seconds: a worker's own limit, which knows more, comes first
 
 def launch(args: RunConfig) -> Run:
     """Start what workers live in, and the guard that ends it all whatever happens. Called from the driver's event loop."""
+    since = time.monotonic()
     models = _RandomModels(args)
     try:
         cluster = None if args.in_process else Cluster(args.ray_address, _cpus_needed(args))
@@ -50,12 +53,15 @@ def launch(args: RunConfig) -> Run:
     manager = WorkerManager(f"{args.run_dir}/logs", args.shutdown_timeout, args.log_level, cluster)
     run = Run(args, manager, RunGuard(), Checkpoints(args.checkpoint_dir, args.keep_checkpoints, args.keep_best_metric))
     run.checkpoints.reached = partial(reached, args)
+    run.checkpoints.tell = tracking.tell_after
     runs.set_current(run)
     loop = asyncio.get_running_loop()
     logs = Path(args.run_dir) / "logs"
     tracking.set_who_waits(lambda: asyncio.run_coroutine_threadsafe(who_waits.report(manager, logs), loop).result(_SLACK))
     run.heartbeat = Heartbeat(logs, lambda with_stacks: who_waits.beats_here(manager, with_stacks), "driver")
     run.heartbeat.start()
+    run.starting = Starting(manager, since)
+    run.starting.begin()
     run.guard.install(lambda: _save_on_signal(run))
     run.keeper = loop.create_task(_keep(run), name="keeper of the run")
     run.resolved = {"device": _device(args, cluster), **models.paths()}
@@ -69,6 +75,8 @@ async def shutdown_worker_manager(manager: WorkerManager | None) -> None:
     if manager is None:
         return
     ending = runs.current_or_none()
+    if ending is not None and ending.starting is not None:
+        ending.starting.stop()
     if ending is not None and ending.heartbeat is not None:
         ending.heartbeat.stop()
         waits.keep(Path(ending.args.run_dir) / "logs")

@@ -89,7 +89,7 @@ class WorkerManager:
     async def start(self, spec: WorkerSpec) -> WorkerHandle:
         """Start one worker and build its object. Raises what its constructor raises; nothing of it stays then."""
         assert spec.name not in self._workers, f"worker {spec.name} is there already"
-        log_path = self._log_path(spec)
+        log_path = self.log_path(spec)
         channel: RayChannel | ProcessChannel
         channel = (
             RayChannel(spec.name, log_path, self._cluster.namespace) if self._cluster is not None else ProcessChannel(spec.name, log_path)
@@ -109,7 +109,7 @@ class WorkerManager:
         if self._cluster is None:
             return
         for spec in specs:
-            actor = self._prepared[spec.name] = self._actor(spec, self._log_path(spec))
+            actor = self._prepared[spec.name] = self._actor(spec, self.log_path(spec))
             actor.import_class.remote(spec.cls)
 
     async def start_all(self, specs: Sequence[WorkerSpec]) -> list[WorkerHandle]:
@@ -141,6 +141,11 @@ class WorkerManager:
     def handles(self) -> list[WorkerHandle]:
         """Of all workers that there are."""
         return [worker.handle for worker in self._workers.values()]
+
+    def spec(self, name: str) -> WorkerSpec | None:
+        """Of a worker that is there or being started."""
+        worker = self._workers.get(name)
+        return None if worker is None else worker.spec
 
     @property
     def hosts(self) -> list[Host]:
@@ -191,7 +196,8 @@ class WorkerManager:
         finally:
             task.cancel()  # another worker's failure may end this wait
 
-    def _log_path(self, spec: WorkerSpec) -> str:
+    def log_path(self, spec: WorkerSpec) -> str:
+        """Where a worker's output goes."""
         return str(self._logs / f"{spec.name}.log")
 
     def _actor(self, spec: WorkerSpec, log_path: str) -> Any:

@@ -36,3 +36,7 @@ class WorkerSpec:
     start: Limit = _START
     limits: Mapping[str, Limit] = field(default_factory=dict)  # by method
     default_limit: Limit = _CALL
+
+    def limit(self, method: str) -> Limit:
+        """How long a call may take; "start" is the start of the process and its object."""
+        return self.start if method == "start" else self.limits.get(method, self.default_limit)

@@ -42,6 +42,8 @@ class Tracking:
         self.stalls.start()
         self.bounds = Bounds(args)
         self._summary_due = 0.0
+        self._told = -1  # the last rollout whose line has been shown
+        self._to_tell: list[tuple[int, str]] = []
         self.latest: dict[str, float] = {}
         self.steps_per_rollout = args.samples_per_rollout // args.samples_per_step
 
@@ -55,6 +57,23 @@ class Tracking:
         self.console.update(values, rollout_id, step)
 
     def step_done(self, rollout_id: int) -> None:
+        self._log_step(rollout_id)
+        self._told = rollout_id
+        self._tell()
+
+    def tell_after(self, rollout_id: int, text: str) -> None:
+        self._to_tell.append((rollout_id, text))
+        self._tell()
+
+    def _tell(self, everything: bool = False) -> None:
+        waiting, self._to_tell = self._to_tell, []
+        for rollout_id, text in waiting:
+            if everything or rollout_id <= self._told:
+                logger.info("%s", text)
+            else:
+                self._to_tell.append((rollout_id, text))
+
+    def _log_step(self, rollout_id: int) -> None:
         metrics = self.timeline.step_metrics(rollout_id)
         if not metrics:
             return
@@ -77,6 +96,7 @@ class Tracking:
             self.write_summary(diagnosis)
         self.stalls.stop()
         self.console.finish()
+        self._tell(everything=True)
         self.sinks.finish()
         self.timeline.close()
         (self.folder / run_folder.END).write_text(json.dumps(_end_of(error)) + "\n", encoding="utf-8")
@@ -119,6 +139,14 @@ def step_done(rollout_id: int) -> None:
     """Log the perf/* of a rollout whose training, and publish where one was due, are done; and what bounds the run."""
     if _current is not None:
         _current.step_done(rollout_id)
+
+
+def tell_after(rollout_id: int, text: str) -> None:
+    """Log a line about a rollout, once the rollout's own line has been shown; at the latest when the run ends."""
+    if _current is not None:
+        _current.tell_after(rollout_id, text)
+    else:
+        logger.info("%s", text)
 
 
 def timeline() -> Timeline:

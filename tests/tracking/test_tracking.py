@@ -99,3 +99,19 @@ def test_probable_mistakes_are_warned_of_in_the_log(make):
     args = make(offload_train=True)
     tracking.init(args)
     assert "--offload-train" in (Path(args.run_dir) / "logs" / "driver.log").read_text()
+
+
+def test_what_is_told_of_a_rollout_comes_after_its_own_line(make, capsys):
+    args = make(num_rollout=2, console="plain")
+    tracking.init(args)
+    with tracking.timeline().span("actor", "train", rollout_id=0):
+        tracking.log({"rollout/reward": 0.25}, 0)
+    tracking.tell_after(0, "rollout 0 is saved")
+    assert "is saved" not in capsys.readouterr().err
+    tracking.step_done(0)
+    tracking.tell_after(0, "and told at once")
+    said = capsys.readouterr().err
+    assert said.index("rollout 0 (1/2)") < said.index("rollout 0 is saved") < said.index("and told at once")
+    tracking.tell_after(1, "rollout 1 is saved")
+    tracking.finish()
+    assert "rollout 1 is saved" in capsys.readouterr().err

@@ -38,6 +38,8 @@ async def create_training_models(args: RunConfig, rollout_executor: RemoteExecut
     if last is not None:
         await rollout_executor.load(start - 1)
         logger.info("resuming: rollout %d is next, %d of %d are done", start, start, total)
+    if run.starting is not None:
+        run.starting.up()
     actor, critic = groups[0], groups[1] if args.use_critic else None
 
     async def trained(rollout_id: int, step: int) -> None:
