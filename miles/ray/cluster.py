@@ -36,6 +36,7 @@ class Cluster:
         self.namespace = f"miles-{os.getpid()}-{os.urandom(4).hex()}"
         self._temp: TempFolder | None = None
         self._warden: Warden | None = None
+        self._started: set[psutil.Process] = set()  # with a local Ray
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
         os.environ.setdefault("RAY_worker_niceness", "0")  # not behind everything else that runs on a shared machine
@@ -78,18 +79,22 @@ class Cluster:
     def _start_once(self, cpus: int) -> None:
         self._temp = TempFolder()
         self._warden = Warden(self._temp.path)
-        with processes.in_groups_of_their_own():
-            ray.init(
-                namespace=self.namespace,
-                num_cpus=cpus,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                object_store_memory=_store_bytes(),
-                _temp_dir=self._temp.path,
-                # Workers have environments of their own, so processes started ahead would never be used.
-                _system_config={"prestart_worker_first_driver": False, "enable_worker_prestart": False},
-            )
+        before = processes.children()
+        try:
+            with processes.in_groups_of_their_own():
+                ray.init(
+                    namespace=self.namespace,
+                    num_cpus=cpus,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    object_store_memory=_store_bytes(),
+                    _temp_dir=self._temp.path,
+                    # Workers have environments of their own, so processes started ahead would never be used.
+                    _system_config={"prestart_worker_first_driver": False, "enable_worker_prestart": False},
+                )
+        finally:
+            self._started = processes.children() - before
 
     def env(self) -> dict[str, str]:
         """What every worker process needs to find the same code as this one."""
@@ -101,13 +106,14 @@ class Cluster:
         """Disconnect; a local Ray is ended, with every process that came with it. Idempotent."""
         if self._warden:
             self._warden.dismiss()
-        ours = processes.descendants() if self._temp else []
+        ours = processes.with_descendants(self._started)
         ray.shutdown()
         if self._temp:
             for name in processes.end(ours):
                 logger.debug("ended a process that outlived Ray: %s", name)
             self._temp.remove()
             self._temp = None
+        self._started = set()
 
 
 def _hint(error: OSError) -> str:

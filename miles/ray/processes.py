@@ -35,9 +35,18 @@ def in_groups_of_their_own() -> Iterator[None]:
         _apart = False
 
 
-def descendants() -> list[psutil.Process]:
-    """Everything that this process started, and everything those started."""
-    return psutil.Process().children(recursive=True)
+def children() -> set[psutil.Process]:
+    """What this process has started and still runs."""
+    return set(psutil.Process().children())
+
+
+def with_descendants(started: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """`started`, and everything that they started."""
+    found = []
+    for process in started:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += [process, *process.children(recursive=True)]
+    return found
 
 
 def end(processes: Iterable[psutil.Process], grace: float = 2.0) -> list[str]:

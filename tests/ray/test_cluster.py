@@ -1,4 +1,5 @@
 import os
+import subprocess
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -36,6 +37,9 @@ def _start_slowly_once():
         assert ray.cluster_resources()["CPU"] >= 1
         assert len(set(starts)) == 2
         assert not Path(starts[0]).exists()
+        with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as other:
+            cluster.leave()
+            assert other.poll() is None, "it was not Ray's"
     finally:
         cluster.leave()
     assert not Path(starts[1]).exists()
