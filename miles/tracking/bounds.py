@@ -30,6 +30,9 @@ Mode = Literal["in turn", "plain", "fully"]
 KEPT_STEPS = 32
 LEAST_STEPS = 3
 WORTH_SAYING = 1.05  # times faster
+FEW_STEPS, SHORT_STEP = 8, 0.05  # below these, the second in seconds, one odd step or the clock of the machine may decide
+SMALLER = {"engine": "shorter answers (--max-response-length)", "trainer": "fewer samples a rollout (--rollout-batch-size)"}
+"""What eases a worker's load on a host that has no room for another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,25 +135,27 @@ class Change:
     model: StepModel
 
 
-def place_of_its_own(args: RunConfig, cores: int, threads: int | None) -> str:
-    """What one more worker would need: it gives nothing on devices that the run has taken already.
+def one_more(worker: str, args: RunConfig, cores: int, threads: int | None) -> str:
+    """One more worker, with what it needs: it gives nothing on devices that the run has taken already.
 
     Args:
         cores: those of the host.
         threads: of the worker.
     """
     if args.device == "cuda":
-        return " on a GPU of its own"
+        return f"one more {worker} on a GPU of its own"
     if args.ray_address:
-        return ""  # a cluster may have more
+        return f"one more {worker}"  # a cluster may have more
     taken = args.num_engines * (args.engine_threads or 1) + args.num_trainers * (args.trainer_threads or 1)
-    return "" if cores - taken >= (threads or 1) else f" on cores of its own (the run has taken all {cores} of this host)"
+    if cores - taken >= (threads or 1):
+        return f"one more {worker}"
+    return f"{SMALLER[worker]}, or one more {worker} on a host with more than the {cores} cores of this one,"
 
 
 def changes(model: StepModel, args: RunConfig, cores: int) -> list[Change]:
     """What could be changed about what bounds the run, the most direct first."""
-    engine = f"one more engine{place_of_its_own(args, cores, args.engine_threads)}"
-    trainer = f"one more trainer{place_of_its_own(args, cores, args.trainer_threads)}"
+    engine = one_more("engine", args, cores, args.engine_threads)
+    trainer = one_more("trainer", args, cores, args.trainer_threads)
     found = {
         "generation": [Change(engine, replace(model, generation=model.generation * args.num_engines / (args.num_engines + 1)))],
         "reward": [Change("a reward twice as fast", replace(model, reward=model.reward / 2))],
@@ -222,4 +227,7 @@ class Bounds:
         """None while there are too few steps to say anything."""
         if len(self._steps) < LEAST_STEPS:
             return None
-        return diagnose(fit(self.mode, self._steps), self.args, self.cores)
+        found = diagnose(fit(self.mode, self._steps), self.args, self.cores)
+        if len(self._steps) >= FEW_STEPS and found.model.seconds >= SHORT_STEP:
+            return found
+        return replace(found, sentence=f"{found.sentence} (a guess: {len(self._steps)} steps of {found.model.seconds:.2g} s)")

@@ -10,6 +10,7 @@ from miles.tracking.bounds import Bounds, StepModel, diagnose
 from tests.tracking.simulated_run import Simulated
 
 STEPS = 10
+FULL = "shorter answers (--max-response-length), or one more engine on a host with more than the {} cores of this one,"
 seconds = st.floats(0.05, 5)
 
 
@@ -74,18 +75,18 @@ def test_what_it_says(make_settings, run, sentence):
 @pytest.mark.parametrize(
     ("settings", "cores", "needs"),
     [
-        ({}, 3, ""),
-        ({}, 2, " on cores of its own (the run has taken all 2 of this host)"),
-        ({"engine_threads": 2}, 4, " on cores of its own (the run has taken all 4 of this host)"),
-        ({"device": "cuda"}, 64, " on a GPU of its own"),
-        ({"ray_address": "10.0.0.1:6379"}, 2, ""),
+        ({}, 3, "one more engine"),
+        ({}, 2, FULL.format(2)),
+        ({"engine_threads": 2}, 4, FULL.format(4)),
+        ({"device": "cuda"}, 64, "one more engine on a GPU of its own"),
+        ({"ray_address": "10.0.0.1:6379"}, 2, "one more engine"),
     ],
 )
 def test_one_more_engine_is_said_to_need_what_the_run_has_not(make_settings, settings, cores, needs):
     run = Simulated(write=4.6, train=2.0)
     play(run)
     sentence = learnt(run, make_settings, cores=cores, **settings).diagnosis().sentence
-    assert sentence == f"bound by generation: 2.3x training; one more engine{needs} would give up to 2.0x"
+    assert sentence == f"bound by generation: 2.3x training; {needs} would give up to 2.0x"
 
 
 def test_taking_turns_is_told_of_the_asynchronous_driver(make_settings):
@@ -101,6 +102,14 @@ def test_too_few_steps_say_nothing(make_settings):
     run = Simulated(write=2.0, train=2.0)
     run.plain(2)
     assert learnt(run, make_settings).diagnosis() is None
+
+
+def test_few_or_very_short_steps_are_said_to_give_a_guess(make_settings):
+    for run, steps, guess in ((Simulated(write=2.0, train=2.0), 6, " s)"), (Simulated(write=0.002, train=0.001), 10, " s)")):
+        run.plain(steps)
+        sentence = learnt(run, make_settings).diagnosis().sentence
+        assert "(a guess: " in sentence
+        assert sentence.endswith(guess)
 
 
 def test_nothing_divides_by_nothing(make_settings):
