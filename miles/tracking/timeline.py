@@ -45,7 +45,7 @@ class Timeline:
         try:
             yield span
         finally:
-            span.end = time.time()
+            span.end = max(span.start, time.time())  # the clock may have been set back
             with self._lock:
                 self._running.pop(id(span), None)
             self._note(span)

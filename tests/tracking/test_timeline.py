@@ -105,6 +105,18 @@ def test_a_span_that_fails_ends_too():
     assert line.running() == []
 
 
+def test_a_clock_that_is_set_back_makes_no_slice_of_less_than_nothing(tmp_path, monkeypatch):
+    line = Timeline(tmp_path / "timeline.json")
+    now = iter([100.0, 40.0, 41.0, 41.5])
+    monkeypatch.setattr("miles.tracking.timeline.time.time", lambda: next(now, 42.0))
+    with line.span("actor", "train", rollout_id=0):
+        pass
+    monkeypatch.undo()
+    line.close()
+    durations = [event["dur"] for event in trace_file.read(tmp_path / "timeline.json") if event["ph"] == "X"]
+    assert durations == [0]
+
+
 def test_the_file_is_a_chrome_trace(tmp_path):
     line = Timeline(tmp_path / "timeline.json")
     line.add("actor", "train", 10.0, 12.5, rollout_id=3)
