@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from miles.config.reward import parts_of
 from miles.config.run_config import RunConfig
 from miles.data.dataset import FirstRows, check_prompts
 from miles.data.mix import difficulty_field
+from miles.engines.sglang.known_options import check_options
 from miles.plugins import check
 from miles.rewards import call
 from miles.rollout import filters, functions, generate, rollout_executor
@@ -19,9 +21,12 @@ def check_run(args: RunConfig) -> None:
     """Called by the driver first of all. The executor looks again, and at everything; this is so that mistakes are told at once.
 
     Raises:
-        ValueError: a name that is nothing, a row that cannot be used, a file with too few rows, or without labels.
+        ValueError: a name that is nothing, an option that SGLang's server does not know, a row that cannot be used, a file with too
+            few rows, or without labels.
     """
     check_plugs(args)
+    if args.engine == "sglang":
+        check_options(args.sglang_python or sys.executable, args.sglang)
     field = difficulty_field(args)
     found = [check_data(args, path, args.reward_by_set.get(name, args.reward), field) for name, path in args.prompt_data.items()]
     rows = sum(part.count for part in found if part is not None)

@@ -6,6 +6,7 @@ engine.py       the engine: what the controller and the router call
 checkpoint.py   names and shapes of the model's tensors
 flights.py      requests under way: cut and sent again around a publish, every token under its version
 options.py      settings into the server's flags
+known_options.py  whether the server knows an option, without starting it
 versions.py     what differs between the versions of SGLang
 server.py       the server's process: started, watched, ended with us
 client.py       HTTP: pooled, bounded, patient with passing faults

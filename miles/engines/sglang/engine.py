@@ -20,6 +20,7 @@ from miles.engines.sglang.checkpoint import Checkpoint, describe
 from miles.engines.sglang.client import Client
 from miles.engines.sglang.commands import Commands
 from miles.engines.sglang.flights import Flights
+from miles.engines.sglang.known_options import check_options
 from miles.engines.sglang.options import cpu_environment, server_options
 from miles.engines.sglang.server import FACTS, Server, facts_of, server_version
 from miles.engines.sglang.versions import Version
@@ -95,6 +96,7 @@ class SGLangEngine:
         args = self.args
         python = args.sglang_python or sys.executable
         Version.of(await asyncio.to_thread(server_version, python))
+        await asyncio.to_thread(check_options, python, args.sglang)
         device = pick_device(args.device).type
         options = server_options(args, device=device, has_tokenizer=model.stopping.tokenizer is not None)
         environment = cpu_environment(options, args.engine_threads or 1) if device == "cpu" else {}

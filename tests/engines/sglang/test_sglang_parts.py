@@ -15,11 +15,13 @@ from miles.config.run_config import RunConfig
 from miles.config.validate import validate
 from miles.engines.sglang.client import Client
 from miles.engines.sglang.engine import SGLangEngine
+from miles.engines.sglang.known_options import check_options
 from miles.engines.sglang.options import cpu_environment, flags, graph_sizes, server_options
 from miles.engines.sglang.places import find_places
 from miles.engines.sglang.server import Server, ServerGone, server_version
 from miles.engines.sglang.sharded import ShardedWeights
 from miles.engines.sglang.versions import Version
+from miles.rollout.preflight import check_run
 from miles.weights.compare import compare_checksums
 from miles.weights.sender import WeightPublisher
 
@@ -86,6 +88,26 @@ def test_graph_sizes_reach_the_largest_batch() -> None:
 )
 def test_wrong_settings_are_refused(settings: dict, message: str) -> None:
     assert any(message in problem for problem in validate(RunConfig(**{"engine": "sglang", "hf_checkpoint": "random:tiny"} | settings)))
+
+
+def test_an_option_that_the_server_does_not_know_is_refused_with_the_nearest_one(tmp_path: Path) -> None:
+    """A package as far as it is looked at, found by an interpreter that stands for its environment."""
+    fields = tmp_path / "sglang" / "srt" / "arg_groups" / "fields"
+    fields.mkdir(parents=True)
+    (tmp_path / "sglang" / "__init__.py").touch()
+    (tmp_path / "sglang" / "srt" / "server_args.py").write_text('parser.add_argument(\n    "--tp-size",\n    type=int)\n')
+    (fields / "memory.py").write_text("class Memory:\n    mem_fraction_static: float = 0.9\n")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\ncd {tmp_path} && exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    check_options(str(python), ["tp_size", "mem_fraction_static"])
+    with pytest.raises(ValueError, match=r"--sglang mem_fraction: .* no such option; did you mean mem_fraction_static\?"):
+        check_options(str(python), ["tp_size", "mem_fraction"])
+    check_options(sys.executable, ["no_such_option"])  # another machine may have it
+    with pytest.raises(ValueError, match="--sglang no_such_option"):
+        check_run(
+            RunConfig(engine="sglang", sglang_python=str(python), sglang={"no_such_option": 1}, hf_checkpoint="random:tiny", num_rollout=1)
+        )
 
 
 # ---- the process
