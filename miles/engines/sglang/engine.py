@@ -29,6 +29,8 @@ from miles.weights.broadcast_group import address_toward
 
 logger = logging.getLogger(__name__)
 
+SOONER = 0.95
+"""Part of the limit after which a start is given up here: whoever called has the same limit, and does not know the server's log."""
 DESCRIPTORS = 65536  # a connection for each request in flight
 
 
@@ -71,7 +73,8 @@ class SGLangEngine:
         check = self._server.check if self._server is not None else lambda: None
         client = self._client = Client(url, timeout=args.control_timeout, check=check)
         if self._server is not None:
-            await self._server.ready(client, args.engine_start_timeout)
+            left = SOONER * args.engine_start_timeout - (time.monotonic() - begin)
+            await self._server.ready(client, left, f"--engine-start-timeout {args.engine_start_timeout:g} s")
         facts = await client.get(FACTS) if self._server is not None else await facts_of(url, client, args.engine_max_context)
         self._version = Version.of(facts["version"])
         seeded = facts["sampling_backend"] == "pytorch" and args.sglang_seeds

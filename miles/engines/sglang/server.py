@@ -137,8 +137,12 @@ class Server:
             how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
             raise ServerGone(f"the SGLang server has ended ({how}). Its log is {self.log_path}; the last lines:\n{tail}")
 
-    async def ready(self, client: Client, timeout: float) -> None:
+    async def ready(self, client: Client, timeout: float, limit: str) -> None:
         """Wait until it answers.
+
+        Args:
+            timeout: seconds.
+            limit: what sets them, for the error.
 
         Raises:
             ServerGone: it ended before.
@@ -152,13 +156,26 @@ class Server:
                 self._shared_memory = self._mapped()
                 return
             if time.monotonic() > deadline:
-                limit = f"{timeout:g} s (--engine-start-timeout)"
-                raise TimeoutError(f"SGLang was not ready within {limit}. Its log is {self.log_path}; the last lines:\n{self.tail()}")
+                told = f"SGLang was not ready within {limit}: {self._progress()}. Its log is {self.log_path}; the last lines:"
+                raise TimeoutError(f"{told}\n{self.tail()}")
             await asyncio.sleep(LOOK_SECONDS)
 
+    def _progress(self) -> str:
+        """Whether a server that is late has been at work, or waits for something."""
+        cpu = 0.0
+        with contextlib.suppress(psutil.Error):  # one ends just now
+            for process in self._family():
+                times = process.cpu_times()
+                cpu += times.user + times.system
+        silent = time.time() - self.log_path.stat().st_mtime
+        return f"its processes have computed for {cpu:.0f} s, and its log has not grown for {silent:.0f} s"
+
+    def _family(self) -> list[psutil.Process]:
+        parent = psutil.Process(self.pid)
+        return [parent, *parent.children(recursive=True)]
+
     def _mapped(self) -> set[Path]:
-        family = [self.pid, *(child.pid for child in psutil.Process(self.pid).children(recursive=True))]
-        return {path for pid in family for path in mapped_files(Path(f"/proc/{pid}"))}
+        return {path for process in self._family() for path in mapped_files(Path(f"/proc/{process.pid}"))}
 
     def tail(self) -> str:
         try:

@@ -124,8 +124,12 @@ async def test_a_server_that_ends_at_once_is_an_error_with_the_end_of_its_log(tm
     server = Server(sys.executable, {"model_path": "m"}, tmp_path / "logs" / "server.log", {})
     client = Client(server.url, timeout=5)
     try:
+        with pytest.raises(
+            TimeoutError, match=r"within --limit 0 s: its processes have computed for \d+ s, .* not grown for \d+ s\. Its log is"
+        ):
+            await server.ready(client, 0, "--limit 0 s")
         with pytest.raises(ServerGone, match=r"exit code 1.*server\.log(.|\n)*No module named 'sglang'"):
-            await server.ready(client, 120)
+            await server.ready(client, 120, "120 s")
         assert not server._scratch.exists(), "what a server leaves behind goes when it is found to have ended"
     finally:
         await client.close()
