@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from miles.rewards.reward import RewardError
+from miles.tracking.logs import on_terminal
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -190,7 +191,7 @@ def tell(kind: type[BaseException], error: BaseException, trace: TracebackType |
         text = f"miles: {error}"
     else:
         text = from_worker or everything
-    print(text.strip(), file=sys.stderr, flush=True)
+    print(on_terminal.once(text.strip()), file=sys.stderr, flush=True)
     if bad_input:
         raise SystemExit(_BAD_INPUT)
 

@@ -50,3 +50,13 @@ def test_chatty_libraries_are_held_back(capsys):
     logs.setup("info")
     logging.getLogger("httpx").info("HTTP Request: GET")
     assert capsys.readouterr().err == ""
+
+
+def test_the_end_of_a_log_is_shown_once():
+    tails = logs.Tails()
+    died = "worker engine-0 died: killed\nIts log is e.log; the last lines:\n  loading\n  fault"
+    assert tails.once(f"engine-0 is lost: {died}") == f"engine-0 is lost: {died}"
+    again = tails.once(f"no engine is left that works:\nengine-0: {died}\nstacks")
+    assert again.endswith("the last lines:\n  (shown above)\nstacks")
+    other = died.replace("fault", "another")
+    assert tails.once(other) == other
