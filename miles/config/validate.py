@@ -147,7 +147,7 @@ def evaluation(args: RunConfig) -> Iterator[Problem]:
                 ("eval_data",), f"--eval-data {name}={path}: the set's name becomes part of eval/NAME/reward: no slash, not empty"
             )
         if not there(path):
-            yield Problem(("eval_data",), f"--eval-data {name}={path}: no such file")
+            yield Problem(("eval_data",), f"--eval-data {name}={path}: no such file (looked from {Path.cwd()})")
 
 
 def files(args: RunConfig) -> Iterator[Problem]:
