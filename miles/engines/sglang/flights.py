@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import random
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,7 @@ import numpy as np
 
 from miles.engines.embedded.sequence import stacked
 from miles.engines.embedded.stopping import Stopping
-from miles.engines.sglang.client import Client, ServerRefused
+from miles.engines.sglang.client import PASSING, Client, ServerRefused
 from miles.types import Completion, FinishReason, GenerateRequest, VersionSpan
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,8 @@ AGAIN_SECONDS = 0.05
 """An abort that overtakes its request finds nothing to abort: it is sent again after so long."""
 BROKEN_CONNECTIONS = 2
 """After which a request fails."""
+BUSY_SECONDS = (0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
+"""For which a request waits after each answer of "busy" (503 and the like), by up to half longer, so that not all come back at once."""
 SEED_BITS = (1 << 63) - 1
 ALL_TOKENS = 1 << 30
 """SGLang's top_k of all tokens. It keeps 32 bits, and a larger number would end the server."""
@@ -53,6 +56,7 @@ class Flight:
     cached: int = 0
     cache_spans: list[VersionSpan] = field(default_factory=list)
     broken: int = 0  # connections that broke under it
+    refused: int = 0  # times in a row that the server was too busy for it
 
     def completion(self) -> Completion:
         assert self.finish is not None
@@ -194,12 +198,15 @@ class Flights:
         if not self.running:
             self.last_progress = time.monotonic()
         flight.running, flight.version = f"{flight.request.request_id}#{self._parts}.", self.version
+        busy: ServerRefused | None = None
         try:
             reply = await self._client.generate(self._payload(flight))
         except ServerRefused as error:
             if error.status == 400:
                 raise ValueError(f"request {flight.request.request_id}: {error.message}") from None
-            raise
+            if error.status not in PASSING or flight.refused == len(BUSY_SECONDS):
+                raise
+            busy = error
         except OSError as error:
             self._again(flight, error)
             return
@@ -207,7 +214,21 @@ class Flights:
             flight.running = ""
             self.last_progress = time.monotonic()
             self._tell()
+        if busy is not None:
+            await self._wait_out(flight, busy)
+            return
+        flight.refused = 0
         self._add(flight, reply)
+
+    async def _wait_out(self, flight: Flight, error: ServerRefused) -> None:
+        """A busy server is asked again later, and ever less often; a cut ends the wait."""
+        seconds = BUSY_SECONDS[flight.refused] * random.uniform(1, 1.5)
+        flight.refused += 1
+        logger.warning("request %s waits %.1f s: %s", flight.request.request_id, seconds, error)
+        end = time.monotonic() + seconds
+        while not flight.cut and (left := end - time.monotonic()) > 0:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), left)
 
     def _again(self, flight: Flight, error: OSError) -> None:
         """A connection broke under a part, and the server lives: send it once more, under another id."""

@@ -1,7 +1,9 @@
 """Versions, options, the server's process, and the places of tensors: what needs no server."""
 
+import asyncio
 import os
 import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,7 +15,9 @@ from torch import nn
 
 from miles.config.run_config import RunConfig
 from miles.config.validate import validate
-from miles.engines.sglang.client import Client
+from miles.engines.embedded.stopping import Stopping
+from miles.engines.sglang import flights
+from miles.engines.sglang.client import Client, ServerRefused
 from miles.engines.sglang.engine import SGLangEngine
 from miles.engines.sglang.known_options import check_options
 from miles.engines.sglang.options import cpu_environment, flags, graph_sizes, server_options
@@ -22,8 +26,10 @@ from miles.engines.sglang.server import Server, ServerGone, server_version
 from miles.engines.sglang.sharded import ShardedWeights
 from miles.engines.sglang.versions import Version
 from miles.rollout.preflight import check_run
+from miles.types import FinishReason, GenerateRequest, SamplingParams
 from miles.weights.compare import compare_checksums
 from miles.weights.sender import WeightPublisher
+from tests.engines.contract import until
 
 # ---- versions and options
 
@@ -175,6 +181,47 @@ async def test_a_url_without_a_server_of_ours_is_named(checkpoint: str) -> None:
     closed = str(server.make_url("/text"))
     await server.close()
     await refused(closed, "no SGLang server answers there")
+
+
+async def test_a_busy_server_is_asked_again_later_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flights, "BUSY_SECONDS", (0.01, 0.02))
+    asked: list[float] = []
+    busy_for = 2
+
+    async def answer(_: web.Request) -> web.Response:
+        asked.append(time.monotonic())
+        if len(asked) <= busy_for:
+            return web.Response(status=503, text="busy")
+        meta = {"output_token_logprobs": [[-0.5, 7, None]], "weight_versions": [], "finish_reason": {"type": "length"}}
+        return web.json_response({"output_ids": [7], "meta_info": meta})
+
+    app = web.Application()
+    app.router.add_post("/generate", answer)
+    server = TestServer(app)
+    await server.start_server()
+    client = Client(str(server.make_url("")), timeout=5)
+    flying = flights.Flights(client, Stopping(frozenset(), None), max_context=32, tells_versions=False, seeded=False)
+    request = GenerateRequest("r", [1, 2], SamplingParams(max_new_tokens=1))
+    try:
+        assert (await flying.fly(request)).token_ids == [7]
+        assert all(after - before >= wait for (before, after), wait in zip(pairwise(asked), (0.01, 0.02), strict=True))
+        asked.clear()
+        busy_for = 100
+        with pytest.raises(ServerRefused, match="503"):
+            await flying.fly(request)
+        assert len(asked) == 3
+        monkeypatch.setattr(flights, "BUSY_SECONDS", (60.0,))
+        waiting = asyncio.create_task(flying.fly(request))
+
+        async def waits() -> bool:
+            return len(asked) == 4 and not flying.running
+
+        await until(waits)
+        await flying.cut(None)
+        assert (await asyncio.wait_for(waiting, 10)).finish_reason is FinishReason.ABORT
+    finally:
+        await client.close()
+        await server.close()
 
 
 # ---- where tensors lie
