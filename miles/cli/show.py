@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from miles.cli import runs
+from miles.config import metrics_file
 from miles.tracking import history
 
 
@@ -16,7 +17,7 @@ def main(argv: Sequence[str]) -> int:
     from rich.markup import escape
     from rich.table import Table
 
-    lines = history.read(options.run)
+    lines = metrics_file.read(options.run)
     if not lines:
         print(f"{options.run}: no metrics yet")
         return 0

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from miles.cli import runs
+from miles.config import metrics_file
 from miles.config.checkpoint_files import complete
-from miles.tracking import history, ledger, run_folder, trace_file, waits
+from miles.tracking import ledger, run_folder, trace_file, waits
 from miles.tracking.waits import DRIVER, Beat
 
 STACKS_PATIENCE = 8.0
@@ -32,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _progress(run: Path, lives: bool) -> list[str]:
-    lines = history.read(run)
+    lines = metrics_file.read(run)
     trained = [line for line in lines if any(name.startswith("train/") for name in line)]
     settings = tomllib.loads((run / "config.toml").read_text(encoding="utf-8"))
     total = settings.get("rollout", {}).get("num_rollout")

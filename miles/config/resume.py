@@ -12,7 +12,7 @@ from typing import Any
 from miles.config import toml
 from miles.config.run_config import RunConfig
 from miles.config.schema import flag, settings
-from miles.config.validate import newest_checkpoint
+from miles.config.validate import lacks_last_eval, newest_checkpoint
 
 ORIGIN = "resume"
 OF_ONE_PROCESS = ("load", "start_rollout_id", "debug_exit_after_rollout", "debug_kill", "console", "log_level")
@@ -39,12 +39,12 @@ def going_on(args: RunConfig) -> RunConfig:
 
 
 def is_same_unfinished(args: RunConfig) -> bool:
-    """Whether the run's folder holds a run of the same settings that has a checkpoint and is not at its end."""
+    """Whether the run's folder holds a run of the same settings that has a checkpoint, and something is left to do."""
     file = Path(args.run_dir) / "config.toml"
     if args.load is not None or args.start_rollout_id is not None or args.origins.get("load") == "flag" or not file.exists():
         return False
     newest = newest_checkpoint(Path(args.checkpoint_dir).expanduser())
-    if newest is None or newest + 1 >= _num_rollout(args, newest):
+    if newest is None or (newest + 1 >= _num_rollout(args, newest) and not lacks_last_eval(args, newest)):
         return False
     return not changed(args, file.parent)
 

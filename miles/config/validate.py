@@ -9,6 +9,7 @@ from miles.config.algorithm_rules import algorithm
 from miles.config.checkpoint_files import COMPLETE, damage
 from miles.config.data_rules import rewards, training_data
 from miles.config.lora_rules import lora
+from miles.config.metrics_file import has_eval, read
 from miles.config.places import model_missing, newest_checkpoint, there, unwritable
 from miles.config.problem import Problem, wrong
 from miles.config.run_config import RunConfig
@@ -176,8 +177,15 @@ def resuming(args: RunConfig) -> Iterator[Problem]:
         nowhere = "" if folder.exists() else "no such directory"
         yield wrong(args, "load", nowhere or damaged or "no complete checkpoint there (rollout_NNNNNN with COMPLETE in it, undamaged)")
     elif args.start_rollout_id is None and args.num_rollout is not None and newest + 1 >= args.num_rollout:
+        if args.goes_on and lacks_last_eval(args, newest):
+            return
         text = f"nothing to do: the checkpoint is at {newest + 1} of {args.num_rollout} rollouts; ask for more with --num-rollout"
         yield wrong(args, "load num_rollout", text)
+
+
+def lacks_last_eval(args: RunConfig, last: int) -> bool:
+    """Whether the run in the folder, trained and saved through its last rollout, ended before it was evaluated there."""
+    return args.eval_interval is not None and not has_eval(read(args.run_dir), last)
 
 
 def processes(args: RunConfig) -> Iterator[Problem]:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
+from miles.config import metrics_file
 from miles.config.periodic import should_run_periodic_action
 from miles.config.run_config import RunConfig
 from miles.fault_tolerance.kill_points import reached
@@ -17,7 +18,6 @@ from miles.ray import run as runs
 from miles.ray.rollout.eval_dispatch import EvalDispatcher, Evaluator, Exporter
 from miles.ray.worker_handle import CallTimeout, WorkerDied, WorkerHandle
 from miles.ray.worker_manager import all_or_first_error
-from miles.tracking import history
 from miles.types import PublishPlan
 from miles.weights.compare import compare_checksums
 
@@ -110,7 +110,7 @@ async def update_weights(
 async def _evaluate_if_missed(args: RunConfig, actor: Publisher, executor: Executor, controller: Controller) -> None:
     """An evaluation comes after its rollout's save: a run that was killed between the two makes up for it before it goes on."""
     last = (args.start_rollout_id or 0) - 1
-    if not args.goes_on or last < 0 or history.has_eval(history.read(args.run_dir), last):
+    if not args.goes_on or last < 0 or metrics_file.has_eval(metrics_file.read(args.run_dir), last):
         return
     if should_run_periodic_action(last, args.eval_interval, runs.current().per_epoch, args.num_rollout):
         logger.info("the evaluation after rollout %d is made up for", last)

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from miles.config import metrics_file
 from miles.tracking import history, trace_file
 
 INK, FAINT, GRID = "#22272e", "#8b949e", "#e4e7eb"
@@ -29,7 +30,7 @@ def plot_run(folder: str | Path, out: str | Path | None = None) -> Path:
         ValueError: the run has no metrics yet.
     """
     folder = Path(folder)
-    lines = history.read(folder)
+    lines = metrics_file.read(folder)
     if not lines:
         raise ValueError(f"{folder} has no metrics yet")
     figure = Figure(figsize=(11, 7.2), dpi=130, layout="constrained", facecolor="white")

@@ -1,5 +1,6 @@
 """A resumed run goes on as if it had never stopped."""
 
+import json
 import time
 
 import pytest
@@ -58,6 +59,23 @@ def test_nothing_left_to_do_is_said(drive):
     more = drive("more", "--num-rollout", 6, "--load", done.folder / "checkpoints")
     assert [rollout for rollout, _ in more.series("train/loss")] == [4, 5]
     assert done.lines == before
+
+
+@pytest.mark.parametrize("flags", [(), ("--fully-async",)])
+def test_a_run_that_ended_before_its_last_evaluation_makes_up_for_it(drive, flags):
+    """It is saved before it is evaluated, and may be killed between the two."""
+    flags = ("--num-rollout", 2, "--save-interval", 2, "--eval-interval", 1, *flags)
+    run = drive("run", *flags)
+    whole, books, file = run.values(), run.histories(), run.folder / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if "eval/" not in line or json.loads(line)["rollout_id"] != 1]
+    assert len(kept) == len(lines) - 1
+    file.write_text("".join(kept))
+    again = drive("run", *flags)
+    assert again.values() == whole
+    assert again.histories() == books
+    with pytest.raises(SystemExit):
+        drive("run", "--resume", run.folder, *flags)
 
 
 @pytest.mark.case("C65")

@@ -3,6 +3,7 @@
 import pytest
 from matplotlib.image import imread
 
+from miles.config import metrics_file
 from miles.tracking import history, tracking
 from miles.tracking.plots import SHOWN_STEPS, plot_run, smooth, window
 
@@ -61,10 +62,10 @@ def test_the_timeline_shows_a_few_steps_from_the_middle():
 def test_history_reads_what_is_there(make):
     args = make()
     play(args, 3)
-    lines = history.read(args.run_dir)
+    lines = metrics_file.read(args.run_dir)
     rows = history.by_rollout(lines)
     assert list(rows) == [0, 1, 2]
     assert rows[2]["eval/a/reward"] == 0.5
     assert history.latest(lines)["rollout/reward"] == pytest.approx(0.2)
     assert "eval/b/reward" in history.names(lines)
-    assert history.read(args.run_root) == []
+    assert metrics_file.read(args.run_root) == []

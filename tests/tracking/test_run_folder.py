@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from miles.config import metrics_file
 from miles.tracking import history, ledger, run_folder, tracking
 from miles.tracking.ledger import Ledger
 
@@ -107,7 +108,7 @@ def test_after_a_resume_the_curve_goes_on_without_a_fold_back(make, checkpoint, 
     books.rewind(next(line["number"] for line in ledger.read(books.path) if line["group_index"] == 8), 2)
     books.close()
     play(resumed, range(3, 6))
-    read = history.read(args.run_dir)
+    read = metrics_file.read(args.run_dir)
     assert history.series(read, "rollout/reward") == ([0, 1, 2, 3, 4, 5], [0.0, 0.1, 0.2, 0.3, 0.4, 0.5])
     assert [line["rollout_id"] for line in read] == sorted(line["rollout_id"] for line in read)
     books = ledger.balance(ledger.read(Path(args.run_dir) / "ledger.jsonl"))
@@ -119,7 +120,7 @@ def test_an_explicit_first_rollout_decides_what_is_cut(make, checkpoint):
     args = make()
     play(args, range(5))
     tracking.init(make(load=checkpoint(args, 2), start_rollout_id=1))
-    assert history.series(history.read(args.run_dir), "rollout/reward")[0] == [0]
+    assert history.series(metrics_file.read(args.run_dir), "rollout/reward")[0] == [0]
 
 
 def test_a_checkpoint_of_another_run_moves_the_old_folder_aside(make, checkpoint):
@@ -138,7 +139,7 @@ def test_a_torn_last_line_is_cut_off_at_a_resume(make, checkpoint):
         file.write('{"rollout_id": 1, "st')
     tracking.init(make(load=checkpoint(args, 1)))
     tracking.log({"rollout/reward": 0.2}, 2)
-    assert history.series(history.read(args.run_dir), "rollout/reward")[0] == [0, 1, 2]
+    assert history.series(metrics_file.read(args.run_dir), "rollout/reward")[0] == [0, 1, 2]
 
 
 def test_workers_of_a_killed_run_are_waited_for(make, monkeypatch):

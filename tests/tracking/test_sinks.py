@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from miles.config import metrics_file
 from miles.tracking import history, sinks, tracking
 from miles.tracking.sinks import Background
 
@@ -119,7 +120,7 @@ def test_a_tracker_that_raises_is_switched_off_with_one_warning(make, install, c
     warnings = [record for record in caplog.records if "tracker wandb is switched off" in record.message]
     assert len(warnings) == 1
     assert "the server is down" in warnings[0].message
-    assert history.series(history.read(args.run_dir), "rollout/reward")[0] == [0, 1, 2, 3, 4]
+    assert history.series(metrics_file.read(args.run_dir), "rollout/reward")[0] == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.case("C93")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from miles.config import metrics_file
 from miles.tracking import history, tracking
 
 
@@ -50,7 +51,7 @@ def test_odd_values_are_shown_as_such(make):
     (line,) = lines(args)
     assert (line["nan"], line["inf"], line["none"], line["tensor"], line["array"]) == ("NaN", "-Infinity", None, 2.5, 3.0)
     assert line["many"] == "tensor([1., 1.])"
-    (back,) = history.read(args.run_dir)
+    (back,) = metrics_file.read(args.run_dir)
     assert math.isnan(back["nan"])
     assert back["inf"] == -math.inf
 
@@ -63,7 +64,7 @@ def test_a_late_evaluation_stands_under_its_own_rollout_and_disturbs_nothing(mak
         tracking.log({"train/loss": float(rollout)}, rollout)
     tracking.log({"eval/held_out/reward": 0.5}, 4)
     tracking.log({"train/loss": 8.0}, 8)
-    read = history.read(args.run_dir)
+    read = metrics_file.read(args.run_dir)
     assert history.series(read, "eval/held_out/reward") == ([4], [0.5])
     assert history.series(read, "train/loss") == ([4, 5, 6, 7, 8], [4.0, 5.0, 6.0, 7.0, 8.0])
 

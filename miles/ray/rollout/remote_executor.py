@@ -35,7 +35,9 @@ class RemoteExecutor:
         return int(await self._run.guard.watch(self._handle.num_rollout_per_epoch()))
 
     async def get(self, rollout_id: int) -> RolloutDataRef:
-        """One rollout, scored and cut into shares."""
+        """One rollout, scored and cut into shares; an empty one beyond the last, which a run asks for that goes on at its end."""
+        if self.args.num_rollout is not None and rollout_id >= self.args.num_rollout:
+            return RolloutDataRef(rollout_id, shares=[], num_samples=0, metrics={}, group_indices=[])
         self._asked = max(self._asked, rollout_id)
         await self._run.guard.halt_if_asked()
         with tracking.timeline().span("executor", "generate", rollout_id=rollout_id):

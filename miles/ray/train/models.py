@@ -6,6 +6,7 @@ import asyncio
 import logging
 
 from miles.config.run_config import RunConfig
+from miles.config.validate import lacks_last_eval
 from miles.ray import run as runs
 from miles.ray.guard import EndOfRun
 from miles.ray.rollout.remote_executor import RemoteExecutor
@@ -23,7 +24,7 @@ async def create_training_models(args: RunConfig, rollout_executor: RemoteExecut
 
     Raises:
         ValueError: ranks or roles restored different rollouts.
-        EndOfRun: the checkpoint is already where the run is to end.
+        EndOfRun: the checkpoint is already where the run is to end, and so are its evaluations.
     """
     run = runs.current()
     roles: list[Role] = ["actor", "critic"] if args.use_critic else ["actor"]
@@ -33,7 +34,7 @@ async def create_training_models(args: RunConfig, rollout_executor: RemoteExecut
     if args.start_rollout_id is None:
         args.fill(start_rollout_id=0 if last is None else last + 1)
     start, total = args.start_rollout_id or 0, args.num_rollout or 0
-    if start >= total:
+    if start >= total and not (args.goes_on and lacks_last_eval(args, total - 1)):  # the first publish makes up for it
         raise EndOfRun(f"the checkpoint is at {start} of {total} rollouts: nothing to do (ask for more with --num-rollout)", 0)
     if last is not None:
         await rollout_executor.load(start - 1)
