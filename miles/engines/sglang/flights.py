@@ -10,18 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import random
 import time
-from dataclasses import dataclass, field
-from typing import Any
 
-import numpy as np
-
-from miles.engines.embedded.sequence import stacked
 from miles.engines.embedded.stopping import Stopping
 from miles.engines.sglang.client import PASSING, Client, ServerRefused
-from miles.types import Completion, FinishReason, GenerateRequest, VersionSpan
+from miles.engines.sglang.flight import Flight
+from miles.types import Completion, FinishReason, GenerateRequest
 
 logger = logging.getLogger(__name__)
 
@@ -31,47 +26,6 @@ BROKEN_CONNECTIONS = 2
 """After which a request fails."""
 BUSY_SECONDS = (0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
 """For which a request waits after each answer of "busy" (503 and the like), by up to half longer, so that not all come back at once."""
-SEED_BITS = (1 << 63) - 1
-ALL_TOKENS = 1 << 30
-"""SGLang's top_k of all tokens. It keeps 32 bits, and a larger number would end the server."""
-REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
-
-
-@dataclass(slots=True, eq=False)
-class Flight:
-    """One request, and what was written for it so far."""
-
-    request: GenerateRequest
-    longest: int  # tokens of the response
-    stop_ids: frozenset[int]
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)  # [tokens]
-    likeliest: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)  # [tokens], where asked for
-    spans: list[VersionSpan] = field(default_factory=list)
-    finish: FinishReason | None = None
-    running: str = ""  # the server's id of the part that it has now
-    version: int = 0  # of the weights when that part was sent
-    cut: bool = False  # somebody wants it ended
-    cut_if_begun: bool = False  # so does a pause, unless it was still waiting
-    cached: int = 0
-    cache_spans: list[VersionSpan] = field(default_factory=list)
-    broken: int = 0  # connections that broke under it
-    refused: int = 0  # times in a row that the server was too busy for it
-
-    def completion(self) -> Completion:
-        assert self.finish is not None
-        stale = sum(span.end - span.start for span in self.cache_spans)
-        return Completion(
-            self.request.request_id,
-            self.tokens,
-            self.logprobs,
-            self.finish,
-            self.spans,
-            self.cached,
-            stale,
-            self.cache_spans,
-            likeliest=stacked(self.likeliest, self.request.sampling.num_likeliest),
-        )
 
 
 class Flights:
@@ -200,7 +154,7 @@ class Flights:
         flight.running, flight.version = f"{flight.request.request_id}#{self._parts}.", self.version
         busy: ServerRefused | None = None
         try:
-            reply = await self._client.generate(self._payload(flight))
+            reply = await self._client.generate(flight.payload(seeded=self._seeded, cache_key=self.cache_key))
         except ServerRefused as error:
             if error.status == 400:
                 raise ValueError(f"request {flight.request.request_id}: {error.message}") from None
@@ -218,7 +172,7 @@ class Flights:
             await self._wait_out(flight, busy)
             return
         flight.refused = 0
-        self._add(flight, reply)
+        self.tokens += flight.add(reply, self._stopping, tells_versions=self._tells_versions, is_open=self.open)
 
     async def _wait_out(self, flight: Flight, error: ServerRefused) -> None:
         """A busy server is asked again later, and ever less often; a cut ends the wait."""
@@ -237,108 +191,3 @@ class Flights:
             raise error
         logger.warning("request %s is sent again: %r", flight.request.request_id, error)
         self._clean_up(flight.running)
-
-    def _payload(self, flight: Flight) -> dict[str, Any]:
-        sampling = flight.request.sampling
-        params: dict[str, Any] = {
-            "max_new_tokens": flight.longest - len(flight.tokens),
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": min(sampling.top_k or ALL_TOKENS, ALL_TOKENS),
-            "min_p": sampling.min_p,
-            "ignore_eos": sampling.ignore_eos,
-            "stop_token_ids": sorted(flight.stop_ids),
-            "no_stop_trim": True,
-            "skip_special_tokens": False,
-            "spaces_between_special_tokens": False,
-        }
-        if sampling.stop:
-            params["stop"] = list(sampling.stop)
-        if self._seeded:
-            params["sampling_seed"] = sampling.seed & SEED_BITS
-        return {
-            "rid": flight.running,
-            "input_ids": flight.request.input_ids + flight.tokens,
-            "sampling_params": params,
-            "return_logprob": True,
-            "top_logprobs_num": sampling.num_likeliest,
-            "extra_key": self.cache_key,
-        }
-
-    def _add(self, flight: Flight, reply: dict[str, Any]) -> None:
-        meta, name = reply["meta_info"], flight.request.request_id
-        pairs = meta.get("output_token_logprobs") or []
-        ids = [pair[1] for pair in pairs]
-        if ids != list(reply.get("output_ids") or []):
-            raise RuntimeError(f"request {name}: SGLang answered {len(reply['output_ids'])} tokens with log-probs of {len(ids)} others")
-        logprobs = [math.nan if pair[0] is None else float(pair[0]) for pair in pairs]
-        if not all(map(math.isfinite, logprobs)):
-            raise FloatingPointError(f"request {name}: the model's logits are not finite")
-        start = len(flight.tokens)
-        flight.tokens += ids
-        self.tokens += len(ids)
-        flight.logprobs += logprobs
-        if count := flight.request.sampling.num_likeliest:
-            flight.likeliest += _likeliest(meta.get("output_top_logprobs") or [], len(ids), count, name)
-        for span in self._spans(flight, meta, len(ids)):
-            _append_span(flight, VersionSpan(span.start + start, span.end + start, span.version))
-        if not start:
-            flight.cached = int(meta.get("cached_tokens") or 0)
-        self._settle(flight, meta["finish_reason"], start)
-
-    def _spans(self, flight: Flight, meta: dict[str, Any], count: int) -> list[VersionSpan]:
-        if not count:
-            return []
-        if not self._tells_versions:
-            return [VersionSpan(0, count, flight.version)]
-        spans = [VersionSpan(span["start"], min(span["end"], count), int(span["version"])) for span in meta["weight_versions"]]
-        if len(spans) > 1:  # a publish in place: what was cached by then stays, and is of the older weights
-            begin = len(flight.tokens) - count
-            flight.cache_spans.append(VersionSpan(begin + spans[1].start, begin + count, spans[0].version))
-        return [span for span in spans if span.end > span.start]
-
-    def _settle(self, flight: Flight, reason: dict[str, Any], start: int) -> None:
-        """Whether the request is done, and why."""
-        if self._ends_early(flight, start):
-            flight.finish = FinishReason.STOP
-        elif reason["type"] in REASONS:
-            flight.finish = REASONS[reason["type"]]
-        elif len(flight.tokens) >= flight.longest:
-            flight.finish = FinishReason.LENGTH
-        elif flight.cut or (flight.cut_if_begun and flight.tokens):
-            flight.finish = FinishReason.ABORT
-        elif self.open:
-            raise RuntimeError(f"request {flight.request.request_id}: SGLang gave it up: {reason.get('message') or reason}")
-
-    def _ends_early(self, flight: Flight, start: int) -> bool:
-        """Ends that the server does not see: a stop string that began in an earlier part, stop ids beside ignore_eos."""
-        sampling, tokens = flight.request.sampling, flight.tokens
-        reach = max((len(stop.encode()) for stop in sampling.stop), default=0) if start else 0
-        for end in range(start + 1, len(tokens) + 1):
-            by_id = sampling.ignore_eos and tokens[end - 1] in flight.stop_ids
-            by_text = end - start < reach and self._stopping.contains(tokens[max(0, end - reach - 4) : end], sampling.stop)
-            if by_id or by_text:
-                self._shorten(flight, end)
-                return True
-        return False
-
-    @staticmethod
-    def _shorten(flight: Flight, length: int) -> None:
-        del flight.tokens[length:], flight.logprobs[length:], flight.likeliest[length:]
-        for spans in (flight.spans, flight.cache_spans):
-            spans[:] = [span._replace(end=min(span.end, length)) for span in spans if span.start < length]
-
-
-def _likeliest(places: list[Any], tokens: int, count: int, name: str) -> list[tuple[np.ndarray, np.ndarray]]:
-    """From [[log-prob, id, text], ...] at each place."""
-    rows = [(np.array([entry[1] for entry in place], np.int32), np.array([entry[0] for entry in place], np.float32)) for place in places]
-    if len(rows) != tokens or any(len(ids) != count for ids, _ in rows):
-        raise RuntimeError(f"request {name}: SGLang answered {tokens} tokens without the {count} likeliest at each place")
-    return rows
-
-
-def _append_span(flight: Flight, span: VersionSpan) -> None:
-    if flight.spans and flight.spans[-1].version == span.version:
-        flight.spans[-1] = flight.spans[-1]._replace(end=span.end)
-    else:
-        flight.spans.append(span)
