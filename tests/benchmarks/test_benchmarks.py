@@ -1,10 +1,13 @@
 """Every benchmark at its smallest size: not timed, only that it works and says what it found."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
@@ -27,9 +30,14 @@ COMMANDS = {
 def run(name: str, folder: Path, *more: str) -> tuple[str, dict]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(ROOT / "benchmarks" / name), *COMMANDS[name], *more, "--json", str(folder / "result.json")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout, json.loads((folder / "result.json").read_text())
+    with subprocess.Popen(command, env=environment, stdout=PIPE, stderr=PIPE, text=True, start_new_session=True) as process:
+        try:
+            out, errors = process.communicate(timeout=280)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # the runs that it started, if it is late
+    assert process.returncode == 0, errors
+    return out, json.loads((folder / "result.json").read_text())
 
 
 def test_rollout_tokens(tmp_path: Path) -> None:
