@@ -102,6 +102,10 @@ class ProcessGone(RuntimeError):
     """The process behind one of these sockets has ended. Nothing comes of it until it is started again."""
 
 
+class ProcessReplaced(RuntimeError):
+    """A call went to a process that had ended, or ended under it; another one has taken its place since, and knows nothing of the call."""
+
+
 class FirstStepWrong(RuntimeError):
     """What --verify-first-step found. `which`: weights, tokenisation, sampling filter, staleness, numerics or reward."""
 

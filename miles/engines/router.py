@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from miles.engines.least_busy import LeastBusy
-from miles.protocols import Engine, ProcessGone
+from miles.protocols import Engine, ProcessGone, ProcessReplaced
 from miles.types import Completion, FinishReason, GenerateRequest
 
 logger = logging.getLogger(__name__)
@@ -146,7 +146,7 @@ class Router:
             await self.ready()
             index = self._choose(request.affinity, tried)
             try:
-                return await self._send(index, request)
+                return await self._send_anew(index, request)
             except (RuntimeError, OSError) as error:  # the engine, not the request: a dead worker, a lost connection, a step that failed
                 tried.append(index)
                 self._shun(index)
@@ -213,11 +213,22 @@ class Router:
 
     def _shun(self, index: int) -> None:
         """An idle engine that fails at once would draw every new request: others go first for a while, longer each time."""
-        place = self._places[index]
+        place, now = self._places[index], asyncio.get_running_loop().time()
+        if place.shunned_until > now:  # all that it had fails at once, which is one failure
+            return
         place.failures += 1
-        place.shunned_until = asyncio.get_running_loop().time() + min(2.0**place.failures, LONGEST_SHUNNED)
+        place.shunned_until = now + min(2.0**place.failures, LONGEST_SHUNNED)
         self._shunned.add(index)
         self._busy.take_out(index)
+
+    async def _send_anew(self, index: int, request: GenerateRequest) -> Completion:
+        """As `_send`, and again where a process that is well has taken the place of the one that was asked."""
+        try:
+            return await self._send(index, request)
+        except ProcessReplaced:
+            if not self._places[index].live:
+                raise
+            return await self._send(index, request)
 
     async def _send(self, index: int, request: GenerateRequest) -> Completion:
         """Wait for room in an engine, then ask it. Whoever leaves lets the next one in."""

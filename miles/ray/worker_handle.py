@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Protocol
 
-from miles.protocols import ProcessGone
+from miles.protocols import ProcessGone, ProcessReplaced
 from miles.ray.worker_spec import Limit
 from miles.tracking.waits import DRIVER, Beat, Call
 
@@ -53,8 +53,8 @@ class WorkerDied(ProcessGone):
         return f"worker {self.name} died: {self.cause}\nIts log is {self.log_path}; the last lines:\n{self.last_lines}"
 
 
-class WorkerRestarted(RuntimeError):
-    """A call went to a process that had ended, or ended under it; the worker has been started again since."""
+class WorkerRestarted(ProcessReplaced):
+    """The worker has been started again since."""
 
 
 class CallTimeout(TimeoutError):

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from miles.engines.router import EngineLost, NoEngineError, Router
-from miles.protocols import ProcessGone
+from miles.protocols import ProcessGone, ProcessReplaced
 from miles.types import Completion, FinishReason, GenerateRequest, SamplingParams, Wave
 
 
@@ -140,6 +140,33 @@ async def test_an_engine_that_failed_is_passed_over_for_a_while(engines: list[Sc
     engines[0].error = None
     tasks = await send(router, ask("only one left"))
     assert engines[0].seen[-1] == "only one left"
+    await router.abort()
+    await asyncio.gather(*tasks)
+
+
+async def test_requests_that_fail_together_are_one_failure(engines: list[Scripted]) -> None:
+    """An engine that comes to itself is not passed over for long because many requests were under way in it."""
+    router = Router(engines[:2])
+    tasks = await send(router, *(ask(f"r{i}", f"g{i}") for i in range(8)))
+    for future in list(engines[0].open.values()):
+        future.set_exception(OSError("connection lost"))
+    await settled()
+    assert len(engines[1].seen) == 8
+    async with asyncio.timeout(5):  # passed over for two seconds after one failure, for sixteen after four
+        while "0" not in {request_id[0] for request_id in engines[0].seen}:
+            tasks += await send(router, ask(f"0{len(tasks)}", str(len(tasks))))
+            await asyncio.sleep(0.05)
+    await router.abort()
+    await asyncio.gather(*tasks)
+
+
+async def test_a_process_that_took_anothers_place_is_asked_again_and_not_passed_over(engines: list[Scripted]) -> None:
+    router = Router(engines[:2])
+    tasks = await send(router, ask("a0", "a"))
+    engines[0].open["a0"].set_exception(ProcessReplaced("it was started again meanwhile"))
+    await settled()
+    tasks += await send(router, ask("b0", "b"), ask("c0", "c"))
+    assert [engine.seen for engine in engines[:2]] == [["a0", "a0", "c0"], ["b0"]]
     await router.abort()
     await asyncio.gather(*tasks)
 
