@@ -3,18 +3,21 @@
     python benchmarks/sglang_engine.py --size ci --python .venv-sglang/bin/python --json sglang.json
     python benchmarks/sglang_engine.py --size 0.6b --device cuda --dtype bfloat16
 
-Directly means: the same requests, all at once, from a bare asynchronous HTTP client in a process that does nothing else. The engine adds
-log-probs paired with tokens, versions, seeds. A publish is made while every request runs: its parts are timed, and its stall is
-the time by which the whole work takes longer with publishes than without, so that prompts and tokens computed anew are in it.
+Directly means: the same requests, all at once, from a bare asynchronous HTTP client in a process that does nothing else, without and with
+the log-probs that training needs. The engine adds their pairing with tokens, versions, seeds. A publish is made while every request runs:
+its parts are timed, and its stall is the time by which the whole work takes longer with publishes than without, so that prompts and tokens
+computed anew are in it.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import statistics
 import tempfile
 import time
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -31,15 +34,17 @@ from miles.types import GenerateRequest, SamplingParams
 from miles.weights.sender import WeightPublisher
 
 PARTS = ("ready", "pause", "move", "verify", "resume")
+PIECE = itertools.count()
 
 
-async def directly(url: str, work: Work) -> float:
+async def directly(url: str, work: Work, *, logprobs: bool) -> float:
     """Seconds for all requests with nothing of ours in between."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)) as session:
 
         async def one(prompt: list[int], length: int) -> None:
             params = {"max_new_tokens": length, "ignore_eos": True, "temperature": 1.0}
-            async with session.post(f"{url}/generate", json={"input_ids": prompt, "sampling_params": params}) as response:
+            question = {"input_ids": prompt, "sampling_params": params, "return_logprob": logprobs}
+            async with session.post(f"{url}/generate", json=question) as response:
                 assert len((await response.json())["output_ids"]) == length
 
         begin = time.perf_counter()
@@ -47,8 +52,9 @@ async def directly(url: str, work: Work) -> float:
         return time.perf_counter() - begin
 
 
-async def through(engine: SGLangEngine, work: Work, name: str) -> float:
+async def through(engine: SGLangEngine, work: Work) -> float:
     """Seconds for all requests through the engine."""
+    name = next(PIECE)
 
     async def one(place: int, prompt: list[int], length: int) -> None:
         params = SamplingParams(length, ignore_eos=True, seed=place)
@@ -124,15 +130,21 @@ async def measure(folder: str, options: argparse.Namespace) -> dict[str, Any]:
         result: dict[str, Any] = {"start": time.perf_counter() - begin, "sglang": engine._version.text}
         assert engine._client is not None
         url = engine._client.url
-        rates: dict[str, list[float]] = {"direct": [], "engine": []}
-        await through(engine, works[-1], "warm")
-        await directly(url, works[-1])
-        plain = []
-        for index, work in enumerate(works[:-1]):
-            rates["direct"].append(work.tokens / await directly(url, work))
-            plain.append(await through(engine, work, f"plain{index}"))
-            rates["engine"].append(work.tokens / plain[-1])
+        ways = {
+            "direct": partial(directly, url, logprobs=False),
+            "alike": partial(directly, url, logprobs=True),
+            "engine": partial(through, engine),
+        }
+        seconds: dict[str, list[float]] = {way: [] for way in ways}
+        for index, work in enumerate([works[-1], *works[:-1]]):
+            for way in sorted(ways, key=lambda way: (list(ways).index(way) + index) % 3):  # whoever comes later finds prompts in the cache
+                seconds[way].append(await ways[way](work))
+        seconds = {way: values[1:] for way, values in seconds.items()}  # the first was the warm-up
+        plain = seconds["engine"]
+        rates = {way: [work.tokens / took for work, took in zip(works, values, strict=False)] for way, values in seconds.items()}
         result["tokens"] = {name: summary(values) for name, values in rates.items()}
+        for way in ("direct", "alike"):
+            result[f"engine / {way}"] = summary([a / b for a, b in zip(rates["engine"], rates[way], strict=True)])
         print(options.size, {name: round(statistics.median(values)) for name, values in rates.items()}, flush=True)
         weights = load_weights(folder, options)
         dtype = DTYPES[options.dtype]
@@ -141,7 +153,7 @@ async def measure(folder: str, options: argparse.Namespace) -> dict[str, Any]:
         for mode in ("retract", "in_place"):
             parts, longer = [], []
             for index, work in enumerate(works[:-1]):
-                task = asyncio.create_task(through(engine, work, f"{mode}{index}"))
+                task = asyncio.create_task(through(engine, work))
                 for share in (0.2, 0.6)[: options.publishes]:
                     await asyncio.sleep(plain[index] * (share if share == 0.2 else 0.3))
                     version += 1
@@ -191,9 +203,9 @@ def main() -> None:
 
 def report(options: argparse.Namespace, result: dict[str, Any]) -> None:
     tokens = {name: value["median"] for name, value in result["tokens"].items()}
-    head = ["size", "start s", "direct tok/s", "engine tok/s", "engine / direct"]
-    ratio = tokens["engine"] / tokens["direct"]
-    print(table(head, [[options.size, f"{result['start']:.0f}", f"{tokens['direct']:.0f}", f"{tokens['engine']:.0f}", f"{ratio:.3f}"]]))
+    ratios = ["{median:.3f} ({least:.3f} to {most:.3f})".format_map(result[f"engine / {way}"]) for way in ("direct", "alike")]
+    head = ["size", "start s", "direct tok/s", "with log-probs", "engine tok/s", "engine / direct", "engine / with log-probs"]
+    print(table(head, [[options.size, f"{result['start']:.0f}", *(f"{rate:.0f}" for rate in tokens.values()), *ratios]]))
     head = ["size", "GB", "by", "copy bound ms", *(f"{part} ms" for part in PARTS), "stall ms"]
     rows = []
     for mode in ("retract", "in_place"):

@@ -1,6 +1,7 @@
 """Weights that leave from and arrive on GPUs. Run by hand: pytest -m gpu tests/gpu/test_weights_on_gpu.py"""
 
 import gc
+import multiprocessing
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -97,6 +98,13 @@ def test_broadcast_over_nccl(tmp_path: Path) -> None:
 
 
 def test_the_nccl_group_stands_apart_from_the_default_one() -> None:
+    process = multiprocessing.get_context("spawn").Process(target=nccl_group_alone)
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0
+
+
+def nccl_group_alone() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     group = Group(30.0)
     group.join(store, 1, 0, 1, backend="nccl", address="127.0.0.1")

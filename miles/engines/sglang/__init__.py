@@ -8,6 +8,7 @@ flights.py      requests under way: cut and sent again around a publish, every t
 options.py      settings into the server's flags
 known_options.py  whether the server knows an option, without starting it
 versions.py     what differs between the versions of SGLang
+starting.py     a server's start; those that share a GPU take turns
 server.py       the server's process: started, watched, ended with us
 client.py       HTTP: pooled, bounded, patient with passing faults
 commands.py     what is asked of the loader in the server, and its answers

@@ -6,23 +6,19 @@ import asyncio
 import contextlib
 import logging
 import resource
-import sys
 import time
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from miles.config.run_config import RunConfig
-from miles.engines.embedded.model import pick_device
 from miles.engines.embedded.requests import Limits
-from miles.engines.sglang.checkpoint import Checkpoint, describe
+from miles.engines.sglang.checkpoint import describe
 from miles.engines.sglang.client import Client
 from miles.engines.sglang.commands import Commands
 from miles.engines.sglang.flights import Flights
-from miles.engines.sglang.known_options import check_options
-from miles.engines.sglang.options import cpu_environment, server_options
-from miles.engines.sglang.server import FACTS, Server, facts_of, server_version
+from miles.engines.sglang.server import FACTS, Server, facts_of
+from miles.engines.sglang.starting import spawn, turn
 from miles.engines.sglang.versions import Version
 from miles.types import Completion, EngineHealth, GenerateRequest, PauseMode, PublishPlan
 from miles.weights.broadcast_group import address_toward
@@ -69,13 +65,16 @@ class SGLangEngine:
         _raise_descriptor_limit()
         model = await asyncio.to_thread(describe, args)
         self._limits = Limits(model.vocabulary, args.engine_max_context, model.stopping.tokenizer is not None)
-        url = self._url or await self._start(model)
-        check = self._server.check if self._server is not None else lambda: None
-        client = self._client = Client(url, timeout=args.control_timeout, check=check)
-        if self._server is not None:
-            left = SOONER * args.engine_start_timeout - (time.monotonic() - begin)
-            await self._server.ready(client, left, f"--engine-start-timeout {args.engine_start_timeout:g} s")
-        facts = await client.get(FACTS) if self._server is not None else await facts_of(url, client, args.engine_max_context)
+        left, limit = SOONER * args.engine_start_timeout, f"--engine-start-timeout {args.engine_start_timeout:g} s"
+        if self._url:
+            client = self._client = Client(self._url, timeout=args.control_timeout, check=lambda: None)
+            facts = await facts_of(self._url, client, args.engine_max_context)
+        else:
+            async with turn(args, left):
+                server = self._server = await spawn(args, model, self.name)
+                client = self._client = Client(server.url, timeout=args.control_timeout, check=server.check)
+                await server.ready(client, left - (time.monotonic() - begin), limit)
+            facts = await client.get(FACTS)
         self._version = Version.of(facts["version"])
         seeded = facts["sampling_backend"] == "pytorch" and args.sglang_seeds
         self._flights = Flights(
@@ -85,7 +84,7 @@ class SGLangEngine:
             tells_versions=self._version.version_spans,
             seeded=seeded,
         )
-        target = urlsplit(url)
+        target = urlsplit(client.url)
         host = address_toward(target.hostname or "127.0.0.1", target.port or 80)
         self._commands = Commands(client, ranks=facts["tp_size"], host=host, timeout=args.publish_timeout)
         async with self._update_session():
@@ -93,20 +92,7 @@ class SGLangEngine:
             await self._commands.run("describe", weight_version="0", **arguments)
             if args.check_weight_update_equal:
                 await self._commands.run("check", action="snapshot", options={})
-        logger.info("engine %s: SGLang %s at %s, ready in %.1f s", self.name, self._version.text, url, time.monotonic() - begin)
-
-    async def _start(self, model: Checkpoint) -> str:
-        args = self.args
-        python = args.sglang_python or sys.executable
-        Version.of(await asyncio.to_thread(server_version, python))
-        await asyncio.to_thread(check_options, python, args.sglang)
-        device = pick_device(args.device).type
-        options = server_options(args, device=device, has_tokenizer=model.stopping.tokenizer is not None)
-        environment = cpu_environment(options, args.engine_threads or 1) if device == "cpu" else {}
-        if args.engine_threads:
-            environment["OMP_NUM_THREADS"] = str(args.engine_threads)
-        self._server = Server(python, options, Path(args.run_dir) / "logs" / f"{self.name}-sglang.log", environment)
-        return self._server.url
+        logger.info("engine %s: SGLang %s at %s, ready in %.1f s", self.name, self._version.text, client.url, time.monotonic() - begin)
 
     # ---- requests
 

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import sys
+import tempfile
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import nn
 from miles.config.run_config import RunConfig
 from miles.config.validate import validate
 from miles.engines.embedded.stopping import Stopping
-from miles.engines.sglang import flights
+from miles.engines.sglang import flights, starting
 from miles.engines.sglang.client import Client, ServerRefused
 from miles.engines.sglang.engine import SGLangEngine
 from miles.engines.sglang.known_options import check_options
@@ -117,6 +118,30 @@ def test_an_option_that_the_server_does_not_know_is_refused_with_the_nearest_one
 
 
 # ---- the process
+
+
+async def test_servers_that_share_a_gpu_start_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(starting, "pick_device", torch.device)  # there need not be one here
+    monkeypatch.setattr(starting, "LOOK_SECONDS", 0.01)
+    part, whole = (RunConfig(hf_checkpoint="m", device="cuda", gpus_per_engine=share) for share in (0.5, 1.0))
+    seen: list[str] = []
+
+    async def start(name: str) -> None:
+        async with starting.turn(part, 60.0):
+            seen.append(name)
+            for _ in range(5):
+                await asyncio.sleep(0)
+            seen.append(name)
+
+    await asyncio.gather(*map(start, "abc"))
+    assert [first == second for first, second in zip(seen[::2], seen[1::2], strict=True)] == [True] * 3
+    async with starting.turn(part, 60.0):
+        async with starting.turn(whole, 0.0):
+            pass
+        with pytest.raises(TimeoutError, match=r"other engines were starting on it until --engine-start-timeout 300 s was over"):
+            async with starting.turn(part, 0.05):
+                pass
 
 
 def test_an_interpreter_without_sglang_is_a_clear_error(tmp_path: Path) -> None:
