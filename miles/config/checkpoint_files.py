@@ -40,9 +40,8 @@ def damage(folder: Path) -> str:
 @functools.lru_cache(maxsize=256)
 def _damage(folder: Path, written: int, inode: int) -> str:
     try:
-        text = (folder / COMPLETE).read_text(encoding="utf-8")
-        files: FileSums = json.loads(text).get("files", {}) if text.strip() else {}
-    except ValueError as error:
+        files: FileSums = json.loads((folder / COMPLETE).read_text(encoding="utf-8"))["files"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         return _warned(folder, f"{folder / COMPLETE} cannot be read: {error}")
     with ThreadPoolExecutor(READERS) as pool:
         problems = [problem for problem in pool.map(lambda name: _compare(folder / name, files[name]), files) if problem]
@@ -62,6 +61,8 @@ def _compare(path: Path, expected: Mapping[str, int | str]) -> str:
         return "" if _sha256(path) == expected["sha256"] else f"{path} does not have the checksum that was written"
     except OSError as error:
         return f"{path}: {error.strerror or error}"
+    except (KeyError, TypeError):
+        return f"{path}: its length or checksum is not in {COMPLETE}"
 
 
 def sums(folder: Path, paths: Iterable[Path]) -> dict[str, dict[str, int | str]]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import heapq
 import logging
+import zlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from copy import deepcopy
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from miles.types import PromptGroup, Sample
 logger = logging.getLogger(__name__)
 
 ORDERS_KEPT = 3
+PROMPTS_SUMMED = 64
 MEASURED_ROWS_KEPT = 2**16
 """Of orders by measured pass rate, which later measurements would change, so many rows are kept beyond ORDERS_KEPT."""
 
@@ -122,7 +125,7 @@ class DatasetSource:
         state: dict[str, Any] = {
             "next_group_index": self._next,
             "returned": [list(draw) for draw in sorted(self._returned)],
-            **self._identity(),
+            **self.identity(),
         }
         if self._measure:
             state["orders"] = {str(epoch): order.tolist() for epoch, order in self._orders.items()}
@@ -135,9 +138,11 @@ class DatasetSource:
         following = int(state["next_group_index"])
         if len({index for index, _ in returned}) != len(returned) or any(not 0 <= index < following for index, _ in returned):
             raise ValueError(f"the data source's state is inconsistent: next draw {following}, given back {returned}")
-        now = self._identity()
+        now = self.identity()
         if changed := [f"{key} {state[key]} -> {value}" for key, value in now.items() if key in state and state[key] != value]:
-            logger.warning("the data order differs from the checkpoint's (%s): prompts may repeat or be left out", ", ".join(changed))
+            logger.warning(
+                "the data or their order differ from the checkpoint's (%s): prompts may repeat or be left out", ", ".join(changed)
+            )
         self._next = following
         self._returned = returned
         heapq.heapify(self._returned)
@@ -146,12 +151,24 @@ class DatasetSource:
             self._orders.update((int(epoch), np.asarray(order, np.int64)) for epoch, order in state["orders"].items())
             self._rates = {int(row): (int(draw), float(rate)) for row, (draw, rate) in state["pass_rates"].items()}
 
-    def _identity(self) -> dict[str, Any]:
-        """What the order depends on, as JSON values."""
+    def identity(self) -> dict[str, Any]:
+        """What the draws depend on, as JSON values; the prompts themselves as a checksum of some that lie all over the set."""
         by = self._by
         mixed = {"sets": list(by.sizes), "weights": by.weights and list(by.weights)} if len(by.sizes) > 1 else {}
         curriculum = "pass_rate" if self._measure else "none" if self._difficulty is None else "field"
-        return {"rows": len(self._rows), "seed": by.seed, "shuffle": by.shuffle, "curriculum": curriculum, **mixed}
+        return {
+            "rows": len(self._rows),
+            "seed": by.seed,
+            "shuffle": by.shuffle,
+            "curriculum": curriculum,
+            **mixed,
+            "prompts": self._prompts,
+        }
+
+    @cached_property
+    def _prompts(self) -> int:
+        places = np.linspace(0, len(self._rows) - 1, min(len(self._rows), PROMPTS_SUMMED)).astype(int).tolist()
+        return zlib.crc32(repr([(row.prompt, row.prompt_ids, row.label) for row in map(self._rows.__getitem__, places)]).encode())
 
     def _order(self, epoch: int) -> np.ndarray:
         if epoch not in self._orders:

@@ -25,6 +25,7 @@ from miles.rollout.first_rollout import WatchedRouter, check_exchanges, check_go
 from miles.rollout.functions import load_rollout_function
 from miles.rollout.generate import build_generate, load_generate, single_turn
 from miles.rollout.group import cut_off
+from miles.rollout.made_with import made_with
 from miles.rollout.metrics import rollout_metrics, without_marker
 from miles.rollout.sample_log import write_samples
 from miles.rollout.saves import KeepsState, Saves
@@ -71,7 +72,7 @@ class RolloutExecutor:
         self.rollout_fn: RolloutFn | None = None
         self.weight_version = 0
         self.watched: WatchedRouter | None = None  # until the first rollout is checked
-        self.saves = Saves(self.context)
+        self.saves = Saves(self.context, made_with(args, self.data.identity()))
         self.stored: dict[int, RolloutDataRef] = {}  # rollouts handed out and not yet known to be trained
         self.calls: set[asyncio.Task[Any]] = set()
         self.disposed = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -11,8 +12,11 @@ from miles.protocols import RolloutFn
 from miles.rollout import state as files
 from miles.rollout.context import RolloutContext
 from miles.rollout.cursor import merged
+from miles.rollout.made_with import changes
 from miles.rollout.state import Ahead, Drained, FunctionState
 from miles.types import PromptGroup
+
+logger = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -53,10 +57,15 @@ class _Pending:
 
 
 class Saves:
-    """Rollouts asked for, drained and not trained; saves under way; and what a checkpoint brought along."""
+    """Rollouts asked for, drained and not trained; saves under way; and what a checkpoint brought along.
 
-    def __init__(self, context: RolloutContext):
+    Args:
+        made_with: what generated groups depend on, as JSON values. A checkpoint's groups are used only where it is the same.
+    """
+
+    def __init__(self, context: RolloutContext, made_with: dict[str, Any]):
         self.context = context
+        self.made_with = made_with
         self.function: RolloutFn | None = None
         self.asked: set[int] = set()  # and not drained
         self.drained: dict[int, Drained] = {}  # and not trained
@@ -126,6 +135,7 @@ class Saves:
             "num_rollout": self.context.num_rollout,
             "weight_version": self.context.weight_version,
             "ledger_number": self.context.ledger.next_number,
+            "made_with": self.made_with,
             "data": merged(self.context.data.state(), function.untrained(rollout_id)),
         }
 
@@ -135,6 +145,10 @@ class Saves:
         state = files.read(folder, rollout_id)
         context.ledger.rewind(int(state["ledger_number"]), rollout_id)
         ahead = state["ahead"]
+        if ahead is not None and (differ := changes(state["made_with"], self.made_with)):
+            told = "what was generated beyond rollout %d is generated again, as it is not what these settings give: %s"
+            logger.warning(told, rollout_id, ", ".join(differ))
+            ahead = None
         if ahead is None or not isinstance(function, KeepsState):
             context.data.load_state(state["data"])
             held: list[PromptGroup] = []

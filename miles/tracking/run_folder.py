@@ -72,6 +72,8 @@ def _prepare(args: RunConfig) -> Path:
             cut(folder, first)
             if args.goes_on:
                 logger.info("the run in %s was not finished: going on from rollout %d (--no-load would start it anew)", folder, first)
+                if differ := changed(args, folder):
+                    logger.info("going on with other settings: %s", ", ".join(differ))
         elif _is_false_start(folder):
             shutil.rmtree(folder)
         else:
@@ -80,8 +82,18 @@ def _prepare(args: RunConfig) -> Path:
         (folder / part).mkdir(parents=True, exist_ok=True)
     for told in (folder / END, folder / "logs" / waits.ASKED, *(folder / "logs").glob(f"*{waits.ENDING}*")):  # of the process before
         told.unlink(missing_ok=True)
-    (folder / "config.toml").write_text(toml.dump(args), encoding="utf-8")
+    _write(folder / "config.toml", toml.dump(args))
     return folder
+
+
+def _write(path: Path, text: str) -> None:
+    """All of it or nothing: a run that loses it cannot be gone on with."""
+    temporary = path.with_name(f".{path.name}.new")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
 
 
 def lock(folder: Path) -> int:
@@ -196,4 +208,4 @@ class Trackers:
 
     def save(self) -> None:
         content = {name: value for name, value in asdict(self).items() if name != "path"}
-        self.path.write_text(json.dumps(content) + "\n", encoding="utf-8")
+        _write(self.path, json.dumps(content) + "\n")

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
-from miles.config.checkpoint_files import COMPLETE, FileSums, sums
+from miles.config.checkpoint_files import COMPLETE, FileSums, complete, sums
+from miles.config.places import newest_checkpoint
 from miles.train.lora import Adapters, check_saved
 from miles.train.mesh import Ranks
 from miles.train.model import TrainedModel
@@ -44,15 +45,15 @@ class Progress:
 
 
 def newest_complete(load: str, role: str) -> Path:
-    """The folder of `role` in the newest complete checkpoint at `load`: a directory of checkpoints, or one checkpoint.
+    """The folder of `role` in the newest complete and undamaged checkpoint at `load`: a directory of checkpoints, or one checkpoint.
 
     Raises ValueError if there is none.
     """
-    root = Path(load).expanduser()
-    folders = [root] if (root / COMPLETE).exists() else sorted(root.glob("rollout_*"), key=lambda folder: (len(folder.name), folder.name))
-    for folder in reversed(folders):
-        if (folder / COMPLETE).exists() and (folder / role / PROGRESS).exists():
-            return folder / role
+    folder = Path(load).expanduser()
+    if not (folder / COMPLETE).exists() and (newest := newest_checkpoint(folder)) is not None:
+        folder = complete(folder)[newest]
+    if (folder / COMPLETE).exists() and (folder / role / PROGRESS).exists():
+        return folder / role
     raise ValueError(f"--load: no complete checkpoint with a part for the {role} at {load}")
 
 

@@ -6,7 +6,9 @@ the negative log-likelihood of what the assistant wrote. A "rollout" is one batc
 
 from __future__ import annotations
 
+import json
 import logging
+import shutil
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,12 +18,12 @@ import numpy as np
 import torch
 import torch.multiprocessing
 
+from miles.config.checkpoint_files import COMPLETE, sums
 from miles.config.run_config import RunConfig
 from miles.data.conversation import Row, load_conversations
 from miles.data.rollout_data import pack, split
 from miles.data.tokenizer import load_tokenizer
 from miles.tracking import tracking
-from miles.train.checkpoint import COMPLETE
 from miles.train.random_model import resolve_checkpoint
 from miles.train.trainer import Trainer
 from miles.types import ObjectRef, PromptGroup, Sample, TrainShare
@@ -171,8 +173,17 @@ def _evaluate(trainer: Trainer, held_out: dict[str, list[Row]], batch: int, stor
 
 
 def _save(trainer: Trainer, batch: int, args: RunConfig) -> None:
-    folder = Path(args.checkpoint_dir) / f"rollout_{batch:06d}"
-    trainer.save(batch, str(folder), force_sync=True)
+    """The checkpoint grows under another name, and gets its own when it is whole."""
+    folder = Path(args.checkpoint_dir).expanduser() / f"rollout_{batch:06d}"
+    growing = folder.with_name(f".{folder.name}.saving")
+    if trainer.ranks.rank == 0:
+        shutil.rmtree(growing, ignore_errors=True)
+    trainer.ranks.barrier()
+    trainer.save(batch, str(growing), force_sync=True)
+    trainer.checkpointer.wait()
     trainer.ranks.barrier()
     if trainer.ranks.rank == 0:
-        (folder / COMPLETE).touch()
+        files = sums(growing, (path for path in growing.rglob("*") if path.is_file()))
+        (growing / COMPLETE).write_text(json.dumps({"rollout_id": batch, "files": files}, indent=1) + "\n", encoding="utf-8")
+        shutil.rmtree(folder, ignore_errors=True)
+        growing.rename(folder)

@@ -186,7 +186,7 @@ def checkpoints(tmp_path):
         folder = tmp_path / "checkpoints" / f"rollout_{number:06d}"
         folder.mkdir(parents=True)
         if number != 5:
-            (folder / "COMPLETE").touch()
+            (folder / "COMPLETE").write_text('{"files": {}}')
     return tmp_path / "checkpoints"
 
 
@@ -291,6 +291,6 @@ def test_a_checkpoint_of_other_adapters_is_refused_before_anything_starts(run, r
     folder = tmp_path / "rollout_000000"
     (folder / "actor").mkdir(parents=True)
     (folder / "actor" / "progress.json").write_text(json.dumps({"rollout_id": 0, "adapters": saved}))
-    (folder / "COMPLETE").touch()
+    (folder / "COMPLETE").write_text('{"files": {}}')
     flags = ["--load", str(tmp_path), *flags]
     assert said in refusal(*flags) if said else run(*flags).lora_rank == 4

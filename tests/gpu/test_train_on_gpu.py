@@ -56,7 +56,7 @@ def test_save_offload_publish_export(tiny: str, tmp_path: Path, dtype: str) -> N
     assert torch.cuda.memory_allocated() < held
     trainer.onload()
     asyncio.run(trainer.wait_for_save())
-    (tmp_path / "rollout_000001" / "COMPLETE").touch()
+    (tmp_path / "rollout_000001" / "COMPLETE").write_text('{"files": {}}')
     resumed = make(tiny, store, dtype=dtype, load=str(tmp_path))
     again, on = run(resumed, range(2, 3)), run(trainer, range(2, 3))
     assert again[0]["train/loss"] == pytest.approx(on[0]["train/loss"], abs=1e-6)

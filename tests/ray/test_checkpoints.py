@@ -119,10 +119,11 @@ def test_a_damaged_one_is_skipped_with_a_warning_and_refused_when_named(tmp_path
         newest(str(tmp_path / "rollout_000002"))
 
 
-def test_a_torn_seal_is_damage_too(tmp_path):
+@pytest.mark.parametrize("seal", ['{"rollout_id": 0, "fi', "", "\0" * 99, "[]", '{"files": {"actor/data": 3}}'])
+def test_a_torn_seal_is_damage_too(tmp_path, seal):
     book = Checkpoints(str(tmp_path))
     save(book, 0)
-    (tmp_path / "rollout_000000" / "COMPLETE").write_text('{"rollout_id": 0, "fi')
+    (tmp_path / "rollout_000000" / "COMPLETE").write_text(seal)
     with pytest.raises(ValueError, match="no complete checkpoint"):
         newest(str(tmp_path))
 

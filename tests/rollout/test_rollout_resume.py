@@ -88,6 +88,41 @@ async def test_what_the_producer_has_in_flight_and_waiting_is_taken_again(make_a
     assert sorted(trained) == list(range(8)), "none lost, none twice"
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"n_samples_per_prompt": 3},
+        {"rollout_batch_size": 4},
+        {"temperature": 0.7},
+        {"seed": 5},
+        {"reward": "tests.rollout.plugs.by_parity"},
+        {"fully_async": True, "deterministic": False},
+        {"fully_async": False},
+        {"max_weight_staleness": 0},
+    ],
+)
+async def test_what_was_generated_under_other_settings_is_not_trained(
+    make_args: MakeArgs, start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture, changed: dict[str, object]
+) -> None:
+    before: dict[str, object] = {"fully_async": True, "deterministic": True, "max_weight_staleness": 2}
+    executor = await start(make_args(40, **before), ScriptedEngine())
+    for rollout_id in range(2):
+        await executor.get(rollout_id)
+    await executor.note_trained(0, 1)
+    await executor.save(0, str(tmp_path))
+    same = await start(make_args(40, **before), engine := ScriptedEngine(), load=(0, tmp_path))
+    await same.get(1)
+    assert not engine.requests, "the checkpoint brings this rollout along"
+    assert "generated again" not in caplog.text
+    args = make_args(40, **before | changed)
+    other = await start(args, engine := ScriptedEngine(), load=(0, tmp_path), version=2)
+    ref = await asyncio.wait_for(other.get(1), 5)
+    assert ref.num_samples == args.samples_per_rollout
+    assert len(engine.requests) >= ref.num_samples
+    name, value = next((name, value) for name, value in changed.items() if before.get(name) != value)
+    assert f"--{name.replace('_', '-')} {value} (was " in caplog.text
+
+
 async def test_a_state_that_cannot_be_used_is_refused_by_name(make_args: MakeArgs, start: Start, tmp_path: Path) -> None:
     executor = await start(make_args(), ScriptedEngine())
     with pytest.raises(ValueError, match=r"--load: no usable .*executor\.json"):

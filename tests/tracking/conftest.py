@@ -26,7 +26,7 @@ def checkpoint() -> Callable[[RunConfig, int], str]:
     def save(args: RunConfig, rollout_id: int) -> str:
         folder = Path(args.checkpoint_dir) / f"rollout_{rollout_id:06d}"
         folder.mkdir(parents=True)
-        (folder / "COMPLETE").touch()
+        (folder / "COMPLETE").write_text('{"files": {}}')
         return args.checkpoint_dir
 
     return save

@@ -181,7 +181,7 @@ def test_kept_weights_are_the_adapters_of_the_last_publish(tiny: str, store: Sto
 def saved(trainer: Trainer, folder: Path, force_sync: bool = True) -> None:
     trainer.save(1, str(folder / "rollout_000001"), force_sync)
     asyncio.run(trainer.wait_for_save())
-    (folder / "rollout_000001" / "COMPLETE").touch()
+    (folder / "rollout_000001" / "COMPLETE").write_text('{"files": {}}')
 
 
 def test_a_resumed_run_goes_on_bit_for_bit_from_adapters_alone(tiny: str, store: Store, tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_a_resumed_run_goes_on_bit_for_bit_from_adapters_alone(tiny: str, store:
     whole.save(1, str(tmp_path / "rollout_000001"), force_sync=False)
     after = run(whole, range(2, 4))
     asyncio.run(whole.wait_for_save())
-    (tmp_path / "rollout_000001" / "COMPLETE").touch()
+    (tmp_path / "rollout_000001" / "COMPLETE").write_text('{"files": {}}')
     kept = set(FileSystemReader(tmp_path / "rollout_000001" / "actor").read_metadata().state_dict_metadata)
     trained = [name for name in weights(whole) if is_adapter(name)]
     assert kept == {f"{part}.{name}" for part in ("model", "exp_avg", "exp_avg_sq") for name in trained} | {"random.cpu"}

@@ -66,7 +66,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tiny: str, store: Store, tmp_path: Pa
     whole.save(1, str(tmp_path / "rollout_000001"), force_sync)
     after = run(whole, range(2, 4))
     asyncio.run(whole.wait_for_save())
-    (tmp_path / "rollout_000001" / "COMPLETE").touch()
+    (tmp_path / "rollout_000001" / "COMPLETE").write_text('{"files": {}}')
     torch.rand(7)  # the random state is restored too
     resumed = Trainer(args.model_copy(update={"load": str(tmp_path)}), "actor", 0, 1, store)
     assert resumed.init("127.0.0.1", 0) == 1
@@ -82,7 +82,7 @@ def test_a_save_before_the_first_step_and_a_broken_one(tiny: str, store: Store, 
     trainer.save(0, str(tmp_path / "rollout_000000"), True)
     with pytest.raises(ValueError, match="--load: no complete checkpoint"):
         newest_complete(str(tmp_path), "actor")
-    (tmp_path / "rollout_000000" / "COMPLETE").touch()
+    (tmp_path / "rollout_000000" / "COMPLETE").write_text('{"files": {}}')
     (tmp_path / "rollout_000001" / "actor").mkdir(parents=True)
     assert newest_complete(str(tmp_path), "actor") == tmp_path / "rollout_000000" / "actor"
     resumed = make_trainer(settings(tiny, load=str(tmp_path / "rollout_000000")), store)
