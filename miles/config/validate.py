@@ -142,6 +142,8 @@ def evaluation(args: RunConfig) -> Iterator[Problem]:
         yield wrong(args, "eval_function", "is used with --eval-mode snapshot only")
     if args.eval_interval is not None and args.eval_mode == "shared" and not args.eval_data:
         yield Problem(("eval_interval", "eval_data"), f"--eval-interval {args.eval_interval}: needs --eval-data NAME=PATH")
+    if args.keep_best_metric and args.eval_interval is None:
+        yield wrong(args, "keep_best_metric", "needs --eval-interval: without evaluations no checkpoint is the best")
     for name, path in args.eval_data.items():
         if not name or "/" in name:
             yield Problem(

@@ -11,12 +11,17 @@ lies in it. So what has that name is whole, also while the same rollout is saved
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import math
 import os
+import re
 import shutil
 import time
-from collections.abc import Callable, Collection, Mapping
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from miles.config.checkpoint_files import COMPLETE, FileSums, complete, damage, sums
@@ -24,7 +29,15 @@ from miles.config.places import newest_checkpoint
 
 logger = logging.getLogger(__name__)
 
-SAVING, OLD = "saving", "old"
+SAVING, OLD, ASIDE = "saving", "old", "aside"
+_OF_THE_DISK = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM),
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENOTEMPTY, errno.EEXIST, errno.ENAMETOOLONG),
+}
+
+
+class SaveError(RuntimeError):
+    """A checkpoint could not be written, for a reason that the file system gave; the message says where, why and what is left."""
 
 
 class Checkpoints:
@@ -46,10 +59,37 @@ class Checkpoints:
         self._written: dict[int, set[str]] = {}
         self._files: dict[int, dict[str, Mapping[str, int | str]]] = {}
         self._scores = _read_scores(self.directory / "scores.json") if best else {}
+        self._missed: set[str] = set()
         _mend(self.directory)
 
     def folder(self, rollout_id: int) -> Path:
         return self.directory / f"rollout_{rollout_id:06d}"
+
+    def going_on(self, last: int) -> None:
+        """The run goes on after rollout `last`: what was measured of later ones is not true of those that come."""
+        self._scores = {rollout_id: value for rollout_id, value in self._scores.items() if rollout_id <= last}
+
+    @contextmanager
+    def writing(self, rollout_id: int) -> Iterator[None]:
+        """Around whatever writes a part. Raises SaveError for what the file system refused, whichever library tells it in whichever way."""
+        try:
+            yield
+        except SaveError:
+            raise
+        except Exception as error:
+            if not (reason := _refused_by_disk(error)):
+                raise
+            with suppress(OSError):
+                reason += f" ({shutil.disk_usage(self.directory).free / 2**20:.1f} MiB are free)"
+            whole = sorted(complete(self.directory))
+            left = (
+                f"{self.folder(whole[-1]).name}, which is complete, is what a resumed run goes on from"
+                if whole
+                else "there is none before it"
+            )
+            raise SaveError(
+                f"--save {self.directory}: the checkpoint of rollout {rollout_id} cannot be written: {reason}; {left}"
+            ) from error
 
     def begin(self, rollout_id: int) -> str:
         """Called before a part is written. Returns the folder to write into."""
@@ -87,8 +127,16 @@ class Checkpoints:
 
     def score(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
         """An evaluation of the weights after `rollout_id`, which may come before or after they are saved."""
-        value = metrics.get(self._best.removeprefix("-")) if self._best else None
-        if value is not None and self._best is not None:
+        if self._best is None or not metrics:
+            return
+        name = self._best.removeprefix("-")
+        value = metrics.get(name)
+        if value is None or not math.isfinite(value):
+            if name not in self._missed:
+                self._missed.add(name)
+                told = "--keep-best-metric %s: the evaluation after rollout %d has %s, so its checkpoint cannot be the best one"
+                logger.warning(told, self._best, rollout_id, f"only {', '.join(sorted(metrics))}" if value is None else value)
+        else:
             self._scores[rollout_id] = -value if self._best.startswith("-") else value
             self.directory.mkdir(parents=True, exist_ok=True)
             _write(self.directory / "scores.json", json.dumps(self._scores) + "\n")
@@ -105,6 +153,11 @@ class Checkpoints:
 
     def _prune(self, newest_id: int) -> None:
         found = complete(self.directory)
+        for later in [
+            rollout_id for rollout_id in found if rollout_id > newest_id
+        ]:  # they must not count as newer than what was just saved
+            aside = _set_aside(found.pop(later))
+            self.tell(newest_id, f"{self.folder(later)} is now {aside.name}: the run went on from an earlier checkpoint than that one")
         best = self._best_of(found)
         if self.keep is None:
             return
@@ -154,6 +207,21 @@ def _mend(directory: Path) -> None:
             old.rename(place)
     for growing in directory.glob(f".rollout_*.{SAVING}"):
         shutil.rmtree(growing, ignore_errors=True)
+
+
+def _set_aside(folder: Path) -> Path:
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}.{ASIDE}{number}")).exists():
+        number += 1
+    return folder.rename(aside)
+
+
+def _refused_by_disk(error: BaseException) -> str:
+    """The file system's reason behind an error, "" when there is none. Libraries hand it on as text only, and so do other processes."""
+    text = "".join(traceback.format_exception(error))
+    numbers = [int(one or other) for one, other in re.findall(r"\[Errno (\d+)\]|\(os error (\d+)\)", text)]
+    cut_short = re.search(r"unexpected pos \d+ vs \d+|PytorchStreamWriter failed writing", text)  # torch keeps the number to itself
+    return next((os.strerror(number) for number in numbers if number in _OF_THE_DISK), "a file was taken only in part" if cut_short else "")
 
 
 def _remove(folder: Path) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+from miles.ray.checkpoints import SaveError
 from miles.rewards.reward import RewardError
 from miles.tracking.logs import on_terminal
 
@@ -175,9 +176,9 @@ def tell(kind: type[BaseException], error: BaseException, trace: TracebackType |
     """sys.excepthook of a run.
 
     An end that is no fault is one line, and has its own exit code. So is a ValueError that the house raised itself: it names
-    the flag, file or row that is wrong, and frames would only bury it; its exit code is 2. And so is the failure of a reward,
-    whose message holds the user's traceback. Any other fault of a worker ends with the worker's own traceback; the driver's
-    frames, which only waited for it, are left out. --log-level debug shows all of them.
+    the flag, file or row that is wrong, and frames would only bury it; its exit code is 2. And so are the failure of a reward,
+    whose message holds the user's traceback, and that of a save that the file system refused. Any other fault of a worker ends
+    with the worker's own traceback; the driver's frames, which only waited for it, are left out. --log-level debug shows all.
     """
     if isinstance(error, EndOfRun):
         print(f"miles: {error}", file=sys.stderr, flush=True)
@@ -187,7 +188,7 @@ def tell(kind: type[BaseException], error: BaseException, trace: TracebackType |
     bad_input = isinstance(error, ValueError) and _raised_by_the_house(from_worker or everything)
     if logger.isEnabledFor(logging.DEBUG):
         text = everything
-    elif isinstance(error, RewardError) or bad_input:
+    elif isinstance(error, RewardError | SaveError) or bad_input:
         text = f"miles: {error}"
     else:
         text = from_worker or everything

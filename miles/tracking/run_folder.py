@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from miles.config import toml
+from miles.config.checkpoint_files import complete
 from miles.config.places import newest_checkpoint
 from miles.config.resume import changed
 from miles.config.run_config import RunConfig
@@ -50,7 +51,8 @@ def prepare(args: RunConfig) -> Path:
     writer, when it goes on). That of a run which ended before it had measured anything gives way, so that false starts do not pile up.
 
     Raises:
-        ValueError: a run of that name is going on, or was killed and its workers have not ended; or the folder cannot be made.
+        ValueError: a run of that name is going on, or was killed and its workers have not ended; the folder cannot be made; or --save
+            has checkpoints of another run, which this one would replace.
     """
     try:
         return _prepare(args)
@@ -63,6 +65,7 @@ def _prepare(args: RunConfig) -> Path:
     if is_locked(folder):
         raise ValueError(f"--name {args.name}: a run of that name is going on in {folder}; give this one another name, or end that one")
     _wait_for_orphans(args, folder)
+    _refuse_taken_checkpoints(args)
     if folder.is_dir() and any(folder.iterdir()):
         if args.goes_on or _resumes_inside(args, folder):
             first = args.start_rollout_id
@@ -132,6 +135,20 @@ def is_locked(folder: Path, name: str = LOCK) -> bool:
     finally:
         os.close(file)
     return False
+
+
+def _refuse_taken_checkpoints(args: RunConfig) -> None:
+    """Those in the run's own folder move aside with it; --save names a place that does not move."""
+    if args.save is None or args.goes_on:
+        return
+    place = Path(args.save).expanduser().resolve()
+    if Path(args.run_dir).resolve() in place.parents or (args.load and Path(args.load).expanduser().resolve().is_relative_to(place)):
+        return
+    if found := complete(place):
+        raise ValueError(
+            f"--save {args.save}: has checkpoints of an earlier run already (rollout_{max(found):06d} is its newest), which this run "
+            f"would replace; go on with them (--load {args.save}), or give this run another place"
+        )
 
 
 def _resumes_inside(args: RunConfig, folder: Path) -> bool:

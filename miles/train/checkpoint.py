@@ -6,8 +6,9 @@ import asyncio
 import json
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
@@ -57,6 +59,29 @@ def newest_complete(load: str, role: str) -> Path:
     raise ValueError(f"--load: no complete checkpoint with a part for the {role} at {load}")
 
 
+def _fit(state: dict[str, Tensor], directory: Path) -> None:
+    """Leave out of `state` what a CPU's checkpoint cannot have. Raises ValueError when the checkpoint is of another model."""
+    saved = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+    if "random.device" not in saved:
+        state.pop("random.device", None)
+    for name, tensor in state.items():
+        size = getattr(saved.get(name), "size", None)
+        if not name.startswith("random.") and size != tensor.shape:
+            there = "is not there" if size is None else f"has shape {list(size)} there"
+            text = f"{name} {there}, and {list(tensor.shape)} in --hf-checkpoint (critic: --critic-checkpoint)"
+            raise ValueError(f"--load: {directory} is of another model: {text}; give the model that the run began with")
+
+
+@contextmanager
+def _as_exceptions() -> Iterator[None]:
+    """torch's own is a BaseException, which nothing on the way would take for a fault; the first rank's error is raised in its place."""
+    try:
+        yield
+    except CheckpointException as error:
+        first = next(iter(error.failures.values()))[0]
+        raise first if isinstance(first, Exception) else RuntimeError(str(error)) from error
+
+
 class Checkpointer:
     """Writes what is trained, at most one checkpoint at a time; an asynchronous save copies the state first, so training may go on."""
 
@@ -80,7 +105,8 @@ class Checkpointer:
         state, group = self._state(with_moments=progress.updates > 0, published=published), self._group()
         writing: Future[Any] | None = None
         if force_sync:
-            dcp.save(state, checkpoint_id=directory, process_group=group, no_dist=group is None)
+            with _as_exceptions():
+                dcp.save(state, checkpoint_id=directory, process_group=group, no_dist=group is None)
         else:
             started = dcp.async_save(state, checkpoint_id=directory, process_group=group, no_dist=group is None, async_stager=self._stager)
             writing = started.upload_completion if isinstance(started, AsyncSaveResponse) else started
@@ -110,7 +136,8 @@ class Checkpointer:
 
     def _sums(self, directory: Path, writing: Future[Any] | None) -> FileSums:
         if writing is not None:
-            writing.result()
+            with _as_exceptions():
+                writing.result()
         own = directory.glob(f"__{self.ranks.rank}_*")
         shared = [directory / PROGRESS, directory / ".metadata"] if self.ranks.rank == 0 else []
         return sums(directory.parent, [*own, *shared])
@@ -126,7 +153,9 @@ class Checkpointer:
         check_saved(progress.adapters, self.adapters, directory)
         own = published if progress.with_published else None
         state, group = self._state(with_moments=progress.updates > 0, published=own), self._group()
-        dcp.load(state, checkpoint_id=directory, process_group=group, no_dist=group is None)
+        _fit(state, directory)
+        with _as_exceptions():
+            dcp.load(state, checkpoint_id=directory, process_group=group, no_dist=group is None)
         torch.set_rng_state(state["random.cpu"])
         if "random.device" in state:
             torch.cuda.set_rng_state(state["random.device"])

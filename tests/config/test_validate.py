@@ -94,6 +94,7 @@ def test_greedy_evaluation_is_accepted(run):
         ),
         (["--n-samples-per-prompt", "1"], "grpo compares siblings"),
         (["--eval-interval", "2"], "needs --eval-data"),
+        (["--keep-best-metric", "eval/sums/reward"], "--keep-best-metric eval/sums/reward: needs --eval-interval"),
         (["--eval-mode", "snapshot"], "needs --eval-function"),
         (["--eval-function", "my.evaluate"], "--eval-mode snapshot only"),
         (["--eval-data", "held_out=nowhere.jsonl"], "--eval-data held_out=nowhere.jsonl: no such file"),

@@ -1,14 +1,16 @@
 """A checkpoint counts when it is whole, and old ones go only then."""
 
 import json
+import math
 import os
+import resource
 import shutil
 
 import pytest
 
 from miles.config.checkpoint_files import complete, damage, sums
 from miles.config.places import newest_checkpoint
-from miles.ray.checkpoints import Checkpoints, newest
+from miles.ray.checkpoints import Checkpoints, SaveError, newest
 
 
 def save(book, rollout_id, parts=("actor", "executor"), text="weights"):
@@ -143,3 +145,58 @@ def test_what_a_killed_run_left_is_mended(tmp_path):
 def test_nothing_complete_is_said(tmp_path):
     with pytest.raises(ValueError, match="--load: no complete checkpoint"):
         newest(str(tmp_path / "nowhere"))
+
+
+def test_a_later_one_of_an_earlier_course_does_not_outlive_what_is_saved_now(tmp_path):
+    """It is damaged, or the run was resumed from an older one on purpose: kept as the newest, it would drive out the only good one."""
+    book = Checkpoints(str(tmp_path))
+    for rollout_id in range(4):
+        save(book, rollout_id)
+    damaged(tmp_path / "rollout_000003" / "executor.json", "cut")
+    again = Checkpoints(str(tmp_path), keep=1)
+    save(again, 2)
+    assert names(tmp_path) == ["rollout_000002", "rollout_000003.aside1"]
+    assert newest(str(tmp_path)) == tmp_path / "rollout_000002"
+    save(again, 3)
+    assert names(tmp_path) == ["rollout_000003", "rollout_000003.aside1"]
+
+
+def test_the_best_of_equals_is_the_newest_and_no_number_is_no_score(tmp_path, caplog):
+    book = Checkpoints(str(tmp_path), keep=1, best="eval/sums/reward")
+    for rollout_id, value in enumerate((0.5, 0.5, math.nan, 0.1, math.inf, 0.2)):
+        save(book, rollout_id)
+        book.score(rollout_id, {"eval/sums/reward": value})
+    book.score(6, {"eval/other/reward": 1.0})
+    assert sorted(complete(tmp_path)) == [1, 5]
+    assert "rollout 2 has nan" in caplog.text
+    resumed = Checkpoints(str(tmp_path), keep=1, best="eval/sums/reward")
+    resumed.going_on(0)
+    save(resumed, 1)  # other weights than those that were evaluated as 0.5
+    save(resumed, 2)
+    assert sorted(complete(tmp_path)) == [2]
+    lacking = Checkpoints(str(tmp_path), best="eval/nope/reward")
+    lacking.score(2, {"eval/sums/reward": 1.0})
+    assert "--keep-best-metric eval/nope/reward: the evaluation after rollout 2 has only eval/sums/reward" in caplog.text
+
+
+def test_what_the_file_system_refuses_is_told_in_one_line_and_spoils_nothing(tmp_path):
+    """Also when a library tells it as text alone, or keeps the number to itself."""
+    book = Checkpoints(str(tmp_path))
+    with pytest.raises(SaveError, match=r"cannot be written: a file was taken only in part .*; there is none before it"), book.writing(0):
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+    save(book, 0)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with (
+            pytest.raises(SaveError, match=rf"--save {tmp_path}: .* rollout 1 .*: File too large .*; rollout_000000, which is comp"),
+            book.writing(1),
+        ):
+            save(book, 1, text="x" * 200)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert newest(str(tmp_path)) == tmp_path / "rollout_000000"
+    with pytest.raises(SaveError, match="No space left on device"), book.writing(1):
+        raise RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
+    with pytest.raises(RuntimeError, match="of its own"), book.writing(1):
+        raise RuntimeError("a fault of its own [Errno 111] Connection refused")

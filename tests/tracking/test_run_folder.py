@@ -166,3 +166,12 @@ def test_workers_of_a_killed_run_are_waited_for(make, monkeypatch):
     with pytest.raises(ValueError, match=r"--name r: workers of a run of that name still live"):
         run_folder.prepare(make())
     orphan.communicate(b"\n")
+
+
+def test_checkpoints_of_another_run_are_not_replaced(make, checkpoint, tmp_path):
+    place = str(tmp_path / "kept")
+    checkpoint(make(save=place), 3)
+    with pytest.raises(ValueError, match=r"--save .*kept: has checkpoints of an earlier run already \(rollout_000003"):
+        run_folder.prepare(make(save=place))
+    run_folder.prepare(make(save=place, load=place))
+    run_folder.prepare(make(save=place, load=f"{place}/rollout_000003"))

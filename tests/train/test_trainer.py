@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,11 @@ def test_a_save_before_the_first_step_and_a_broken_one(tiny: str, store: Store, 
     run(trainer, range(1))
     run(resumed, range(1))
     assert same(weights(trainer), weights(resumed))
+    shutil.copytree(tmp_path / "rollout_000000" / "actor", tmp_path / "rollout_000000" / "critic")
+    critic = Trainer(settings(tiny, load=str(tmp_path / "rollout_000000"), advantage_estimator="ppo"), "critic", 0, 1, store)
+    with pytest.raises(ValueError, match=r"--load: .*rollout_000000/critic is of another model: model\..* is not there"):
+        critic.init("127.0.0.1", 0)
+    critic.dispose()
 
 
 def test_a_failed_save_is_told_by_the_next_call(tiny: str, store: Store, tmp_path: Path) -> None:

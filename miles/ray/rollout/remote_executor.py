@@ -120,8 +120,9 @@ class RemoteExecutor:
             self._run.guard.fail(error)
 
     async def _save(self, rollout_id: int, folder: str, ahead: int | None, wait: bool = True) -> None:
-        await self._handle.save(rollout_id, folder, ahead, wait)
-        self._run.checkpoints.written(rollout_id, "executor")
+        with self._run.checkpoints.writing(rollout_id):
+            await self._handle.save(rollout_id, folder, ahead, wait)
+            self._run.checkpoints.written(rollout_id, "executor")
 
     def _answer(self, rollout_id: int) -> None:
         """Say which rollout was saved: in FILE.saved, and in the log. The driver takes the request away.

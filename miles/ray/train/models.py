@@ -37,6 +37,7 @@ async def create_training_models(args: RunConfig, rollout_executor: RemoteExecut
     if start >= total and not (args.goes_on and lacks_last_eval(args, total - 1)):  # the first publish makes up for it
         raise EndOfRun(f"the checkpoint is at {start} of {total} rollouts: nothing to do (ask for more with --num-rollout)", 0)
     if last is not None:
+        run.checkpoints.going_on(last)
         await rollout_executor.load(start - 1)
         logger.info("resuming: rollout %d is next, %d of %d are done", start, start, total)
     if run.starting is not None:

@@ -166,7 +166,7 @@ class TrainGroup:
         """Save this role's part; unless forced, training goes on while it is written. Waits for the save before it."""
         reached(self.args, "before_save", rollout_id)
         async with self._one_save:  # a signal may ask for the save that is being begun
-            with tracking.timeline().span(self.role, "save"):
+            with tracking.timeline().span(self.role, "save"), self._run.checkpoints.writing(rollout_id):
                 await self._run.guard.watch(self._settle_save())
                 if self._saved_rollout == rollout_id:  # nothing has been trained since
                     return
@@ -181,9 +181,10 @@ class TrainGroup:
     async def _written(self, rollout_id: int) -> None:
         """Waits until all ranks have written their files; the last part of a checkpoint makes it count."""
         files: dict[str, Any] = {}
-        for own in await all_or_first_error([rank.wait_for_save() for rank in self.ranks]):
-            files |= own
-        self._run.checkpoints.written(rollout_id, self.role, files)
+        with self._run.checkpoints.writing(rollout_id):
+            for own in await all_or_first_error([rank.wait_for_save() for rank in self.ranks]):
+                files |= own
+            self._run.checkpoints.written(rollout_id, self.role, files)
 
     def _saved(self, task: asyncio.Task[None]) -> None:
         """Nobody may be waiting for a save that fails: it ends the run all the same."""
