@@ -27,6 +27,10 @@ def settings_of(run: str) -> toml.TomlValues:
         found.problems.append(f"--resume {run}: no run of that name in runs/, and no folder with a config.toml")
         return found
     found = toml.read(str(folder / "config.toml"))
+    if not found.values and not found.problems:
+        found.problems.append(
+            f"--resume {run}: {folder / 'config.toml'} has no settings; put it back as it was, or give --load and all flags"
+        )
     found.values = {name: value for name, value in found.values.items() if name not in OF_ONE_PROCESS[:4]}
     found.values |= {"name": folder.resolve().name, "run_root": str(folder.parent)}
     return found

@@ -135,6 +135,7 @@ class Saves:
             "num_rollout": self.context.num_rollout,
             "weight_version": self.context.weight_version,
             "ledger_number": self.context.ledger.next_number,
+            "ledger_trained": self.context.ledger.books.ended["trained"],
             "made_with": self.made_with,
             "data": merged(self.context.data.state(), function.untrained(rollout_id)),
         }
@@ -143,7 +144,10 @@ class Saves:
         """Go on after rollout `rollout_id`. ValueError: no usable state of that rollout in `folder`."""
         context, function = self.context, self.function
         state = files.read(folder, rollout_id)
-        context.ledger.rewind(int(state["ledger_number"]), rollout_id)
+        context.ledger.rewind(int(state["ledger_number"]), rollout_id, int(state["ledger_trained"]))
+        if context.args.goes_on and state["ledger_trained"] and not context.ledger.books.taken:
+            told = "%s is lost: its books begin anew, without the %d groups that were trained"
+            logger.warning(told, context.ledger.path, state["ledger_trained"])
         ahead = state["ahead"]
         if ahead is not None and (differ := changes(state["made_with"], self.made_with)):
             told = "what was generated beyond rollout %d is generated again, as it is not what these settings give: %s"

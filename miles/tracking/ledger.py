@@ -144,7 +144,7 @@ class Ledger:
         """Returns when every note is on the disk itself."""
         os.fsync(self._file)
 
-    def rewind(self, next_number: int, last_rollout: int) -> None:
+    def rewind(self, next_number: int, last_rollout: int, trained: int | None = None) -> None:
         """Back to where a checkpoint was taken: what was written later goes, and so does what it tells of later rollouts.
 
         By numbers and not by bytes, as a run may be killed again before its next checkpoint, and rewound from a file that was cut already.
@@ -152,9 +152,10 @@ class Ledger:
         Args:
             next_number: `next_number` as it was then.
             last_rollout: of the checkpoint; drains and trainings of later ones are done again.
+            trained: groups that were trained by then. A ledger that is empty begins anew: it is lost, or that of a new run.
 
         Raises:
-            ValueError: a line is damaged, or what is left does not balance.
+            ValueError: a line is damaged or missing, or what is left does not balance.
         """
         if numbers := damaged(self.path):
             raise ValueError(f"{self.path}, line {numbers[0]}: damaged, so nobody knows what was trained; put the file back as it was")
@@ -162,6 +163,11 @@ class Ledger:
         books = balance(kept)
         if books.faults:
             raise ValueError(f"{self.path} is not whole: {'; '.join(books.faults[:3])}; put the file back as it was")
+        if kept and trained is not None and books.ended["trained"] != trained:
+            raise ValueError(
+                f"{self.path} is not whole: it tells of {books.ended['trained']} trained groups, the checkpoint of {trained}; put the file "
+                "back as it was, or take it away: then the books begin anew"
+            )
         temporary = self.path.with_suffix(".cut")
         temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         os.replace(temporary, self.path)

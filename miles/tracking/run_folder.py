@@ -100,9 +100,17 @@ def _write(path: Path, text: str) -> None:
 
 
 def lock(folder: Path) -> int:
-    """Mark the folder as that of a living run; returns the file to close at its end. The mark goes with the process, however that ends."""
+    """Mark the folder as that of a living run; returns the file to close at its end. The mark goes with the process, however that ends.
+
+    Raises:
+        ValueError: another process did so since `prepare` looked.
+    """
     file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(file)
+        raise ValueError(f"--name {folder.name}: another process has just begun or resumed that run in {folder}") from None
     return file
 
 
@@ -218,7 +226,10 @@ class Trackers:
     def load(cls, folder: Path) -> "Trackers":
         path = folder / "trackers.json"
         if path.exists():
-            return cls(path, **json.loads(path.read_text(encoding="utf-8")))
+            try:
+                return cls(path, **json.loads(path.read_text(encoding="utf-8")))
+            except (ValueError, TypeError) as error:
+                logger.warning("%s cannot be read (%s): remote trackers get a new run", path, error)
         trackers = cls(path, secrets.token_hex(4))
         trackers.save()
         return trackers

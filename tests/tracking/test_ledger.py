@@ -149,6 +149,20 @@ def test_a_ledger_with_a_damaged_line_is_not_gone_on_with(tmp_path):
         Ledger(books.path).rewind(9, 0)
 
 
+def test_a_ledger_that_lacks_lines_is_not_gone_on_with(tmp_path):
+    books = Ledger(tmp_path / "ledger.jsonl")
+    books.note_all("taken", range(4))
+    books.note_all("trained", range(4), rollout_id=0)
+    whole = books.path.read_bytes()
+    for kept in (whole[: whole.index(b"trained")], whole[:-9], whole[: len(whole) // 2] + bytes(len(whole) // 2)):
+        books.path.write_bytes(kept)
+        with pytest.raises(ValueError, match=r"not whole: it tells of [0-3] trained groups, the checkpoint of 4"):
+            Ledger(books.path).rewind(8, 0, 4)
+    for kept in (whole, whole + bytes(100), b""):
+        books.path.write_bytes(kept)
+        Ledger(books.path).rewind(8, 0, 4)
+
+
 def test_a_full_disk_ends_the_run_with_the_name_of_the_file(tmp_path):
     books = Ledger(tmp_path / "ledger.jsonl")
     books.note_all("taken", range(4))

@@ -175,3 +175,21 @@ def test_checkpoints_of_another_run_are_not_replaced(make, checkpoint, tmp_path)
         run_folder.prepare(make(save=place))
     run_folder.prepare(make(save=place, load=place))
     run_folder.prepare(make(save=place, load=f"{place}/rollout_000003"))
+
+
+def test_a_damaged_file_for_trackers_is_made_anew(make, checkpoint, caplog):
+    args = make()
+    folder = run_folder.prepare(args)
+    for damage in ("", "[1]", "\0" * 40):
+        (folder / "trackers.json").write_text(damage)
+        assert run_folder.Trackers.load(folder).sent_through == -1
+    assert "trackers.json cannot be read" in caplog.text
+
+
+def test_of_two_that_start_at_once_one_is_refused(make):
+    folder = run_folder.prepare(make())
+    file = run_folder.lock(folder)
+    with pytest.raises(ValueError, match="--name r: another process has just begun"):
+        run_folder.lock(folder)
+    os.close(file)
+    os.close(run_folder.lock(folder))
