@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--latency", type=int, choices=LATENCIES, action="append", help="milliseconds of a reward; may be repeated")
     parser.add_argument("--cores", type=int, default=os.cpu_count() or 2)
     parser.add_argument("--json", help="also write the result to this file")
+    parser.add_argument("more", nargs="*", help="further flags of the runs, after --")
     options = parser.parse_args()
     result: dict[str, Any] = {"machine": machine("cpu"), "options": vars(options), "latencies": {}}
     rows = []
@@ -94,12 +95,12 @@ def run(folder: Path, name: str, kind: str, latency: int, options: argparse.Name
     driver = "train.py" if kind == "sync" else "train_async.py"
     command = [sys.executable, str(ROOT / driver), "--config", str(ROOT / "recipes/tiny/run.toml"), "--ignore-eos"]
     command += ["--fully-async"] if kind == "fully async" else []
-    command += [str(part) for pair in flags.items() for part in pair]
+    command += [str(part) for pair in flags.items() for part in pair] + options.more
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     environment |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}"}
     with (folder / f"{name}.log").open("w") as log:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
-        if kind != "sync":
+        if kind != "sync" and "--in-process" not in options.more:
             cores = {"engine-0": range(threads), "actor-0": range(threads, max(options.cores, 1))}
             pin(process, folder / name, {worker: set(own) or {0} for worker, own in cores.items()})
         assert process.wait() == 0, (folder / f"{name}.log").read_text()

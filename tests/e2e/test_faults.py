@@ -66,7 +66,7 @@ def test_sigterm_saves_the_step_and_leaves_nothing(launch, tmp_path):
     last = run.series("train/loss")[-1][0]
     assert saved[0].parent.name == f"rollout_{last:06d}"
     # And again at once, on the same machine, from where it stopped.
-    resumed = launch("after", "--num-rollout", last + 2, "--load", run.folder / "checkpoints").end()
+    resumed = launch("after", "--in-process", "--num-rollout", last + 2, "--load", run.folder / "checkpoints").end()
     assert resumed.code == 0, resumed.err
     assert [rollout for rollout, _ in resumed.series("train/loss")] == [last + 1]
 
@@ -83,27 +83,33 @@ def test_ctrl_c_reaches_the_whole_terminal_and_ends_only_the_driver(launch):
     assert not list((run.folder / "checkpoints").glob("rollout_*"))
 
 
-@pytest.mark.parametrize("worker", ["engine-0", "actor-0"])
 @pytest.mark.slow
-def test_a_killed_worker_ends_the_run_and_is_named(launch, worker):
+def test_a_killed_trainer_ends_the_run_and_is_named(launch):
     process = launch("killed", "--num-rollout", 1000)
     process.wait_for(lambda run: run.trained(1))
-    os.kill(process.worker(worker).pid, signal.SIGKILL)
+    os.kill(process.worker("actor-0").pid, signal.SIGKILL)
+    ended_by_the_death_of("actor-0", process.end())
+
+
+@pytest.mark.slow
+def test_one_lost_engine_of_two_is_done_without_and_the_last_one_ends_the_run(launch):
+    process = launch("two", "--num-engines", 2, "--num-rollout", 1000)
+    process.wait_for(lambda run: run.trained(1))
+    os.kill(process.worker("engine-1").pid, signal.SIGKILL)
+    process.wait_for(lambda run: "engine-1 is lost" in run.read(run.err))
+    trained = (process.folder / "metrics.jsonl").read_text().count("train/loss")
+    process.wait_for(lambda run: run.trained(trained + 4))
+    os.kill(process.worker("engine-0").pid, signal.SIGKILL)
     run = process.end()
+    ended_by_the_death_of("engine-0", run)
+    rollouts = [rollout for rollout, _ in run.series("train/loss")]
+    assert rollouts == list(range(len(rollouts)))
+
+
+def ended_by_the_death_of(worker, run):
     assert run.code == 1
     assert f"worker {worker} died" in run.err
     assert f"logs/{worker}.log" in run.err
-
-
-@pytest.mark.slow
-def test_one_lost_engine_of_two_is_done_without(launch):
-    process = launch("two", "--num-engines", 2, "--num-rollout", 12)
-    process.wait_for(lambda run: run.trained(1))
-    os.kill(process.worker("engine-1").pid, signal.SIGKILL)
-    run = process.end()
-    assert run.code == 0, run.err
-    assert "engine-1 is lost" in run.err
-    assert [rollout for rollout, _ in run.series("train/loss")] == list(range(12))
 
 
 async def test_a_request_to_save_outlives_a_save_that_fails(tmp_path):
