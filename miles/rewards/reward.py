@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 import traceback
 from collections.abc import Sequence
 
@@ -12,6 +11,7 @@ from miles.config.reward import RewardSection, parts_of
 from miles.rewards.call import GaveUpError, RewardCall, Scored
 from miles.rewards.failure import text_of
 from miles.rewards.pool import FunctionError
+from miles.tracking.clock import now
 from miles.types import PromptGroup, Sample
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class RewardScorer:
             GroupRewardError: it failed and reward_failure is drop_group.
         """
         mix = self._mixes.get(sample.data_set, self._mixes[""])
-        self._scoring[sample.sample_index] = time.time()
+        self._scoring[sample.sample_index] = now()
         try:
             outcomes = await self._outcomes(mix, sample)
         finally:
@@ -85,7 +85,7 @@ class RewardScorer:
         since = list(self._scoring.values())
         if not since:
             return []
-        oldest = time.time() - min(since)
+        oldest = now() - min(since)
         return [f"reward {self.name!r} of {len(since)} samples, the oldest for {oldest:.0f} s (--reward-timeout {self._timeout:g} s)"]
 
     async def score_group(self, group: PromptGroup) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -15,6 +14,7 @@ from miles.rollout.carried import Carried, going_on, hand_over, is_open
 from miles.rollout.context import RequestRouter, RolloutContext
 from miles.rollout.generate import EngineCall, EngineFailed, PromptRefused, response_text
 from miles.rollout.verdicts import GroupFailed
+from miles.tracking.clock import now
 from miles.types import Completion, GenerateRequest, PromptGroup, Sample, SampleStatus
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ async def run_group(
         run_sample(context, group.samples[place], seats[place], _call(context, group, place, seats[place], kept[place], name=name), stages)
         for place in running
     ]
-    group.times.started = group.times.started or time.time()
+    group.times.started = group.times.started or now()
     in_wave = not isinstance(seats[0], OpenSeat)
     limit = context.group_limit
     at_limit = partial(hand_over, context.router, kept) if carried is not None else None
@@ -102,7 +102,7 @@ async def run_sample(context: RolloutContext, sample: Sample, seat: Seat, call: 
     if not sample.response and sample.response_ids:
         sample.response = response_text(context.tokenizer, sample.response_ids)
     stages[call.place] = SCORING
-    generated = time.time()
+    generated = now()
     reached(context.args, "generated", sample.group_index)
     if context.teacher is None:
         await context.scorer.score(sample)
@@ -110,7 +110,7 @@ async def run_sample(context: RolloutContext, sample: Sample, seat: Seat, call: 
         await side_by_side([context.scorer.score(sample), context.teacher.score(sample)])
     reached(context.args, "scored", sample.group_index)
     stages[call.place] = DONE
-    call.times.generated, call.times.scored = generated, time.time()  # the last sibling's stay
+    call.times.generated, call.times.scored = generated, now()  # the last sibling's stay
 
 
 def check_sample(sample: Sample) -> None:

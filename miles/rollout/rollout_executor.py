@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import time
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,6 +31,7 @@ from miles.rollout.saves import KeepsState, Saves
 from miles.rollout.state import Drained, write
 from miles.rollout.teacher import Teacher
 from miles.rollout.verdicts import Verdicts
+from miles.tracking.clock import now
 from miles.tracking.ledger import Ledger
 from miles.types import EvalResult, PromptGroup, RolloutDataRef, RolloutOutput
 
@@ -138,7 +138,7 @@ class RolloutExecutor:
 
     def _store(self, done: Drained) -> RolloutDataRef:
         groups, version, args = done.output.groups, done.weight_version, self.args
-        ready = time.time()
+        ready = now()
         data = pack(groups)
         shares = split(data, args.num_trainers, args.samples_per_step, done.rollout_id, version)
         ref = RolloutDataRef(

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from miles.config.run_config import RunConfig
+from miles.tracking.clock import now
 from miles.tracking.timeline import Timeline
 
 COLUMNS = (
@@ -122,8 +123,8 @@ class Console:
         for rollout_id, metrics in self.done[-ROWS:]:
             cells = [_show(form, metrics[name]) if name in metrics else "" for _, name, form in COLUMNS]
             steps.add_row(str(rollout_id), *cells)
-        now = time.time()
-        waits = [f"{escape(span.worker)} {escape(span.name)} {now - span.start:.1f} s" for span in self.timeline.running()]
+        moment = now()
+        waits = [f"{escape(span.worker)} {escape(span.name)} {moment - span.start:.1f} s" for span in self.timeline.running()]
         evals = [
             f"{escape(name)} [green]{value:.3f}[/] [dim]({when})[/]"
             for name, (when, value) in self.evals.items()

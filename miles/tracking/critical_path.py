@@ -29,7 +29,7 @@ _TOUCHING = 1e-6  # seconds by which one may seem to begin before the other has 
 
 @dataclass(slots=True)
 class Span:
-    """`worker` did `name` in [start, end), seconds of the wall clock (time.time()); end is infinite while it runs."""
+    """`worker` did `name` in [start, end), seconds since 1970 (clock.py); end is infinite while it runs."""
 
     worker: str
     name: str

@@ -3,10 +3,10 @@
 import logging
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 
+from miles.tracking.clock import now
 from miles.tracking.timeline import Timeline
 
 logger = logging.getLogger(__name__)
@@ -19,7 +19,7 @@ class StallWatch:
     and may fail.
     """
 
-    def __init__(self, timeline: Timeline, timeout: float, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, timeline: Timeline, timeout: float, clock: Callable[[], float] = now) -> None:
         self.timeline = timeline
         self.timeout = timeout
         self.who_waits: Callable[[], str] | None = None
@@ -39,12 +39,12 @@ class StallWatch:
 
     def look(self) -> str | None:
         """What to say now, if anything."""
-        now = self._clock()
+        moment = self._clock()
         since = max(self._said, self.timeline.changed)
-        if now - since < self.timeout:
+        if moment - since < self.timeout:
             return None
-        self._said = now
-        return report(self.timeline, now, self.who_waits)
+        self._said = moment
+        return report(self.timeline, moment, self.who_waits)
 
     def _run(self) -> None:
         while not self._stop.wait(min(self.timeout / 4, 10.0)):
@@ -52,10 +52,10 @@ class StallWatch:
                 logger.warning("%s", said)
 
 
-def report(timeline: Timeline, now: float, who_waits: Callable[[], str] | None) -> str:
+def report(timeline: Timeline, moment: float, who_waits: Callable[[], str] | None) -> str:
     """What the run waits for, for how long, and where."""
-    running = [f"  {span.worker}: {span.name} {span.args or ''} for {now - span.start:.0f} s" for span in timeline.running()]
-    parts = [f"no progress for {now - timeline.changed:.0f} s. Running:", *(running or ["  nothing"])]
+    running = [f"  {span.worker}: {span.name} {span.args or ''} for {moment - span.start:.0f} s" for span in timeline.running()]
+    parts = [f"no progress for {moment - timeline.changed:.0f} s. Running:", *(running or ["  nothing"])]
     if who_waits is not None:
         try:
             return "\n".join([*parts, "Who waits for whom:", who_waits()])

@@ -1,13 +1,13 @@
 """What ran when: spans, their trace file, and how well a step overlapped."""
 
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from miles.tracking.clock import now
 from miles.tracking.critical_path import Arrival, Span, critical_path
 from miles.tracking.intervals import Interval, total, union, without
 from miles.tracking.trace_file import TraceFile
@@ -32,12 +32,12 @@ class Timeline:
         self._untrained: set[int] = set()  # batches whose arrows have not been drawn
         self._drawn: dict[str, deque[Interval]] = {}
         self._lock = threading.Lock()
-        self.changed = time.time()  # when a span last began or ended
+        self.changed = now()  # when a span last began or ended
 
     @contextmanager
     def span(self, worker: str, name: str, **args: Any) -> Iterator[Span]:
         """Measure a block; it counts as running, and shows in the live view, until it is left."""
-        span = Span(worker, name, time.time(), args=args)
+        span = Span(worker, name, now(), args=args)
         with self._lock:
             self._running[id(span)] = span
             self.changed = span.start
@@ -45,7 +45,7 @@ class Timeline:
         try:
             yield span
         finally:
-            span.end = max(span.start, time.time())  # the clock may have been set back
+            span.end = now()
             with self._lock:
                 self._running.pop(id(span), None)
             self._note(span)
@@ -129,7 +129,7 @@ class Timeline:
 
     def _note(self, span: Span) -> None:
         with self._lock:
-            self.changed = time.time()
+            self.changed = now()
             self._spans.append(span)
             if self._file is None:
                 return
