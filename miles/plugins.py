@@ -6,6 +6,7 @@ import importlib
 import re
 import sys
 import threading
+import traceback
 from collections.abc import Mapping
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
@@ -28,7 +29,7 @@ def load(name: str, builtin: Mapping[str, str] | None = None, *, setting: str = 
         setting: the flag that brought the name, for the error.
 
     Raises:
-        ValueError: names the flag, the path and what was looked for.
+        ValueError: names the flag, the path and what was looked for, or the line at which the module cannot be imported.
     """
     module_name, attribute = _place(name, builtin, setting)
     try:
@@ -36,8 +37,10 @@ def load(name: str, builtin: Mapping[str, str] | None = None, *, setting: str = 
             module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not (module_name == error.name or module_name.startswith(error.name + ".")):
-            raise
+            raise _not_importable(module_name, error, setting) from error
         raise _no_module(module_name, name, setting) from error
+    except Exception as error:  # the border to the user's code
+        raise _not_importable(module_name, error, setting) from error
     try:
         return getattr(module, attribute)
     except AttributeError:
@@ -56,6 +59,10 @@ def check(name: str, builtin: Mapping[str, str] | None = None, *, setting: str =
     if spec.origin is None or not spec.origin.endswith(".py") or _find(f"{module_name}.{attribute}") is not None:
         return
     source = Path(spec.origin).read_text(encoding="utf-8", errors="replace")
+    try:
+        compile(source, spec.origin, "exec")
+    except SyntaxError as error:
+        raise _not_importable(module_name, error, setting) from None
     if not re.search(rf"\b{re.escape(attribute)}\b", source) and not any(way in source for way in _OTHER_WAYS):
         raise _no_attribute(module_name, attribute, setting)
 
@@ -89,6 +96,15 @@ def _blame(setting: str) -> str:
 
 def _no_module(module_name: str, name: str, setting: str) -> ValueError:
     return ValueError(f"{_blame(setting)}no module {module_name!r} for {name!r} (searched the current directory and sys.path)")
+
+
+def _not_importable(module_name: str, error: Exception, setting: str) -> ValueError:
+    if isinstance(error, SyntaxError):
+        file, line, why = error.filename, error.lineno, error.msg
+    else:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        file, line, why = last.filename, last.lineno, str(error)
+    return ValueError(f"{_blame(setting)}module {module_name!r} cannot be imported: {type(error).__name__}: {why} ({file}, line {line})")
 
 
 def _no_attribute(module_name: str, attribute: str, setting: str) -> ValueError:

@@ -28,6 +28,8 @@ def test_two_threads_in_one_circle_of_imports_see_whole_modules(tmp_path, monkey
 def modules(tmp_path, monkeypatch):
     (tmp_path / "checked").mkdir()
     (tmp_path / "checked" / "mine.py").write_text("raise RuntimeError('was run')\ndef score(sample): ...\n")
+    (tmp_path / "checked" / "broken.py").write_text("def score(sample:\n")
+    (tmp_path / "checked" / "lacking.py").write_text("\nimport no_such_library\n")
     (tmp_path / "checked" / "dynamic.py").write_text("from checked.mine import *\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -53,3 +55,17 @@ def test_what_cannot_be_loaded_is_said_by_the_check(modules, name, reason):
     for way in (plugins.check,) if "mine" in name else (plugins.check, plugins.load):
         with pytest.raises(ValueError, match=reason):
             way(name, {"math": "nowhere.at.all"}, setting="--reward")
+
+
+def test_a_module_that_cannot_be_imported_is_named_with_the_line(modules):
+    for way in (plugins.check, plugins.load):
+        with pytest.raises(
+            ValueError, match=r"--reward: module 'checked.broken' cannot be imported: SyntaxError: .* \(.*broken.py, line 1\)"
+        ):
+            way("checked.broken.score", setting="--reward")
+    for name, error in (
+        ("lacking", r"ModuleNotFoundError: No module .*lacking.py, line 2"),
+        ("mine", r"RuntimeError: was run .*mine.py, line 1"),
+    ):
+        with pytest.raises(ValueError, match=f"module 'checked.{name}' cannot be imported: {error}"):
+            plugins.load(f"checked.{name}.score", setting="--reward")

@@ -52,7 +52,7 @@ def rewards(args: RunConfig) -> Iterator[Problem]:
         if trains and args.advantage_estimator == "maxrl" and "dapo" in parts:
             yield wrong(args, f"advantage_estimator {setting}", "maxrl divides by a group's mean reward, and dapo's wrong answers have -1")
     if unknown := args.reward_by_set.keys() - args.prompt_data.keys() - args.eval_data.keys():
-        known = ", ".join([*args.prompt_data, *args.eval_data]) or "none"
+        known = ", ".join(args.prompt_data | args.eval_data) or "none"
         yield wrong(args, "reward_by_set", f"no set is called {', '.join(sorted(unknown))}; there are {known}")
     if "remote" in used and not args.reward_url:
         yield wrong(args, "reward", "needs --reward-url")

@@ -1,5 +1,6 @@
 """What settings name on the disk: whether it is there, or can be."""
 
+import json
 import os
 import re
 from pathlib import Path
@@ -12,13 +13,18 @@ def there(path: str) -> bool:
     return Path(path).expanduser().exists() or bool(re.match(r"[a-z][a-z0-9_+.-]+:", path))
 
 
+RANDOM_MODELS = ("tiny", "tiny-4k", "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b")
+"""Shapes that `random:NAME` makes; miles/train/random_model.py has their sizes."""
+
+
 def model_missing(name: str) -> str | None:
     """Why this cannot be a model: neither a directory, nor random:..., nor a name that the hub could know."""
     path = Path(name).expanduser()
     if name.startswith("random:"):
-        return None
+        known = name.removeprefix("random:") in RANDOM_MODELS
+        return None if known else f"no such random model; there are {', '.join(RANDOM_MODELS)}"
     if path.is_dir():
-        return None if (path / "config.json").exists() else "no config.json in that directory"
+        return (None if (path / "config.json").exists() else "no config.json in that directory") or _weights_missing(path)
     first, _, rest = name.partition("/")
     like_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", name) and first not in (".", "..", "models") and not Path(first).is_dir()
     if not like_hub:
@@ -26,6 +32,25 @@ def model_missing(name: str) -> str | None:
     if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0") and not _hub_cache(f"models--{first}--{rest}").is_dir():
         return "not in the local hub cache, and HF_HUB_OFFLINE forbids to download it"
     return None
+
+
+def _weights_missing(folder: Path) -> str | None:
+    """As far as names, sizes and headers tell."""
+    index, names = folder / "model.safetensors.index.json", [path.name for path in folder.glob("*.safetensors")]
+    try:
+        if index.exists():
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        for path in map(folder.joinpath, names):
+            if not path.exists():
+                return f"{path.name} is not in that directory, and {index.name} names it"
+            with path.open("rb") as file:
+                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+                whole = file.tell() + max((entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"), default=0)
+            if path.stat().st_size != whole:
+                return f"{path.name} has {path.stat().st_size} bytes, and {whole} by its header: it was not copied to its end"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, MemoryError) as error:
+        return f"its weights cannot be read: {error!r}"
+    return None if names or any(folder.glob("*.bin")) else "no weights in that directory (*.safetensors)"
 
 
 def _hub_cache(folder: str) -> Path:

@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 DEEPEST = 100
 """Levels of lists and tables in a row."""
+OLD_FORMATS = ("tokenizer.model", "vocab.*", "spiece.model", "*.tiktoken", "*.bpe.*")
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 
 
@@ -42,15 +43,30 @@ def load_tokenizer(args: ModelSection) -> Any:
         raise ValueError(f"--hf-checkpoint: no directory {name!r}")
     where = str(path) if path.is_dir() else name
     reader = "transformers.PreTrainedTokenizerFast"
-    if path.is_dir() and not (path / "tokenizer.json").exists():
+    if not path.is_dir():
+        _find_on_hub(name)
+    elif not (path / "tokenizer.json").exists():
         if not any((path / file).exists() for file in ("tokenizer_config.json", "config.json")):
             raise ValueError(f"--hf-checkpoint: {name!r} holds neither tokenizer.json nor tokenizer_config.json nor config.json")
+        if not args.trust_remote_code and not any(any(path.glob(pattern)) for pattern in OLD_FORMATS):
+            raise ValueError(f"--hf-checkpoint: no tokenizer in {name!r}: neither tokenizer.json nor any of {', '.join(OLD_FORMATS)}")
         logger.info("%s has no tokenizer.json; loading its own tokenizer class, which imports torch", where)
         reader = "transformers.AutoTokenizer"
     try:
         return load(reader).from_pretrained(where, trust_remote_code=args.trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"--hf-checkpoint: no tokenizer could be loaded from {name!r}: {error}") from error
+
+
+def _find_on_hub(name: str) -> None:
+    """Once, and for all files: transformers asks for each of them anew, for minutes where nobody answers."""
+    try:
+        load("huggingface_hub.snapshot_download")(name, allow_patterns=["config.json"])
+    except (OSError, ValueError) as error:
+        reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+        raise ValueError(
+            f"--hf-checkpoint: {name!r} is neither a directory, nor in the local hub cache, nor found on the hub: {reason}"
+        ) from error
 
 
 def render_prompt(tokenizer: Any, prompt: Any, tools: Any, args: DataSection) -> list[int]:

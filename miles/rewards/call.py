@@ -56,6 +56,8 @@ class RewardCall:
         self._timeout = args.reward_timeout
         self._abandoned: set[asyncio.Task[Any]] = set()
         self._function: Any = load(name, BUILTIN, setting=setting)
+        if not callable(self._function):
+            raise ValueError(f"{setting}: {name} is {self._function!r:.80}, not a function")
         is_class = inspect.isclass(self._function)
         called = self._function.__call__ if is_class or not inspect.isroutine(self._function) else self._function
         self._is_async = inspect.iscoroutinefunction(called)

@@ -29,6 +29,7 @@ class Tracking:
     """One run's folder, sinks, console and timeline."""
 
     def __init__(self, args: RunConfig) -> None:
+        self.args = args
         logs.setup(args.log_level)
         self.folder = run_folder.prepare(args)
         self._lock = run_folder.lock(self.folder)
@@ -44,6 +45,7 @@ class Tracking:
         self._summary_due = 0.0
         self._told = -1  # the last rollout whose line has been shown
         self._to_tell: list[tuple[int, str]] = []
+        self._warned = False
         self.latest: dict[str, float] = {}
         self.steps_per_rollout = args.samples_per_rollout // args.samples_per_step
 
@@ -55,6 +57,17 @@ class Tracking:
         self.latest = {**self.latest, **numbers, "rollout_id": rollout_id, "step": step}  # replaced, not changed: other threads read it
         self.sinks.log(values, rollout_id, step)
         self.console.update(values, rollout_id, step)
+        self._warn_without_rewards(values, rollout_id)
+
+    def _warn_without_rewards(self, values: Mapping[str, Any], rollout_id: int) -> None:
+        missing = values.get("rollout/unscored", 0)
+        if not missing or "rollout/reward" in values or self.args.advantage_estimator in ("opd", "sft") or self._warned:
+            return
+        self._warned = True
+        told = (
+            "nothing is learned from rollout %d: --reward %s could score none of its %d samples; `miles check-reward` tries it on the data"
+        )
+        logger.warning(told, rollout_id, self.args.reward, missing)
 
     def step_done(self, rollout_id: int) -> None:
         self._log_step(rollout_id)

@@ -4,7 +4,9 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from miles.config.cli import SettingsError, resolve
 from miles.config.run_config import RunConfig
@@ -16,6 +18,7 @@ def good(tmp_path: Path) -> list[str]:
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+1", "label": "2"}\n')
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps({}))
+    save_file({"w": np.zeros(2)}, tmp_path / "model" / "model.safetensors")
     return ["--prompt-data", str(tmp_path / "train.jsonl"), "--hf-checkpoint", str(tmp_path / "model"), "--num-rollout", "4"]
 
 

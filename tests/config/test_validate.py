@@ -178,6 +178,25 @@ def test_models_that_are_not_directories(run, refusal, monkeypatch, tmp_path):
     assert run("--hf-checkpoint", "HuggingFaceTB/SmolLM2-135M-Instruct")
     (tmp_path / "empty").mkdir()
     assert "no config.json" in refusal("--hf-checkpoint", str(tmp_path / "empty"))
+    assert "no such random model; there are tiny, " in refusal("--hf-checkpoint", "random:huge")
+
+
+def test_a_model_that_was_not_copied_to_its_end_is_refused(refusal, tmp_path):
+    folder = tmp_path / "model"
+    weights, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    whole = weights.read_bytes()
+    for content in (whole[:-1], whole + b"x"):
+        weights.write_bytes(content)
+        assert f"model.safetensors has {len(content)} bytes, and {len(whole)} by its header" in refusal("--hf-checkpoint", str(folder))
+    for content in (whole[:12], b"", b"\xff" * 40, b"version https://git-lfs.github.com/spec/v1\n"):
+        weights.write_bytes(content)
+        assert "its weights cannot be read" in refusal("--hf-checkpoint", str(folder))
+    weights.write_bytes(whole)
+    index.write_text('{"weight_map": {"a": "model.safetensors", "b": "more.safetensors"}}')
+    assert f"more.safetensors is not in that directory, and {index.name} names it" in refusal("--hf-checkpoint", str(folder))
+    index.unlink()
+    weights.unlink()
+    assert "no weights in that directory" in refusal("--hf-checkpoint", str(folder))
 
 
 @pytest.fixture

@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 
@@ -130,6 +131,23 @@ def test_loading(tokenizers, tmp_path):
     for name in ["", "/no/such/place", "./no", "random:tiny", str(empty)]:
         with pytest.raises(ValueError, match="--hf-checkpoint"):
             load_tokenizer(ModelSection(hf_checkpoint=name))
+    (empty / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"no tokenizer in .*empty': neither tokenizer.json nor any of tokenizer.model"):
+        load_tokenizer(ModelSection(hf_checkpoint=str(empty)))
+
+
+def test_a_hub_that_nobody_reaches_is_said_at_once(tmp_path):
+    code = """
+from miles.config.model import ModelSection
+from miles.data.tokenizer import load_tokenizer
+try:
+    load_tokenizer(ModelSection(hf_checkpoint="no/such"))
+except ValueError as error:
+    print(error)
+"""
+    environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.startswith("--hf-checkpoint: 'no/such' is neither a directory, nor in the local hub cache, nor found on the hub: ")
 
 
 def test_data_and_rewards_import_without_torch(tokenizers, tmp_path):

@@ -261,6 +261,7 @@ def test_scores_in_a_ray_actor_with_several_threads(local_ray):
         ("maths", "--reward: 'maths' is neither built in"),
         ("no_such_module.f", "--reward: no module 'no_such_module'"),
         ("reward_functions.missing", "has no 'missing'"),
+        ("math.pi", "--reward: math.pi is 3.14.*, not a function"),
     ],
 )
 def test_a_wrong_name_is_told_at_start(name, reason):

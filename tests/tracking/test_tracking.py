@@ -116,3 +116,13 @@ def test_what_is_told_of_a_rollout_comes_after_its_own_line(make, capsys):
     tracking.tell_after(1, "rollout 1 is saved")
     tracking.finish()
     assert "rollout 1 is saved" in capsys.readouterr().err
+
+
+def test_a_rollout_without_any_reward_is_told_once(make, caplog):
+    tracking.init(make(reward="math"))
+    tracking.log({"rollout/unscored": 2.0, "rollout/reward": 0.5}, 0)
+    assert not caplog.records
+    for rollout_id in (1, 2):
+        tracking.log({"rollout/unscored": 4.0}, rollout_id)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("nothing is learned from rollout 1: --reward math could score none of its 4 samples")
