@@ -153,9 +153,7 @@ class Checkpoints:
 
     def _prune(self, newest_id: int) -> None:
         found = complete(self.directory)
-        for later in [
-            rollout_id for rollout_id in found if rollout_id > newest_id
-        ]:  # they must not count as newer than what was just saved
+        for later in [rollout_id for rollout_id in found if rollout_id > newest_id]:  # else they would count as newer than this one
             aside = _set_aside(found.pop(later))
             self.tell(newest_id, f"{self.folder(later)} is now {aside.name}: the run went on from an earlier checkpoint than that one")
         best = self._best_of(found)

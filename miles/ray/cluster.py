@@ -27,12 +27,27 @@ _STARTS = 3
 """How often a local Ray is started: it gives itself 30 seconds, which no setting changes and a busy machine can need twice."""
 
 
+def check_cpus(address: str | None, needed: float) -> None:
+    """Raises ValueError where a local Ray, as the same arguments make it, would have far too few."""
+    cpus, wanted = os.cpu_count() or 1, math.ceil(needed)
+    if wanted > _MAX_SHARING * cpus and not _joined(address):
+        raise ValueError(
+            f"not enough CPUs: the workers ask for {wanted} and this machine has {cpus}; more than {_MAX_SHARING} that share one only "
+            "wait for each other. Lower --num-trainers or --num-engines, or --cpus-per-trainer and --cpus-per-engine, or join a larger "
+            "cluster with --ray-address"
+        )
+
+
+def _joined(address: str | None) -> str | None:
+    return address or os.environ.get("RAY_ADDRESS")
+
+
 class Cluster:
     """Joins or starts Ray in the constructor; `leave` ends what was started."""
 
     def __init__(self, address: str | None, cpus_needed: float) -> None:
         """`address` as given by the user, None to start a local Ray with room for `cpus_needed`."""
-        self.address = address or os.environ.get("RAY_ADDRESS")
+        self.address = _joined(address)
         self.namespace = f"miles-{os.getpid()}-{os.urandom(4).hex()}"
         self._temp: TempFolder | None = None
         self._warden: Warden | None = None
@@ -56,12 +71,6 @@ class Cluster:
 
     def _start(self, cpus_needed: float) -> None:
         cpus, wanted = os.cpu_count() or 1, math.ceil(cpus_needed)
-        if wanted > _MAX_SHARING * cpus:
-            raise ValueError(
-                f"not enough CPUs: the workers ask for {wanted} and this machine has {cpus}; more than {_MAX_SHARING} that share one only "
-                "wait for each other. Lower --num-trainers or --num-engines, or --cpus-per-trainer and --cpus-per-engine, or join a larger "
-                "cluster with --ray-address"
-            )
         if wanted > cpus:
             logger.warning("the workers ask for %d CPUs and this machine has %d: they will share", wanted, cpus)
         remove_stale()

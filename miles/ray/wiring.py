@@ -20,7 +20,7 @@ from miles.fault_tolerance.kill_points import reached
 from miles.ray import run as runs
 from miles.ray import who_waits
 from miles.ray.checkpoints import Checkpoints, newest
-from miles.ray.cluster import Cluster
+from miles.ray.cluster import Cluster, check_cpus
 from miles.ray.guard import RunGuard
 from miles.ray.heartbeat import Heartbeat
 from miles.ray.run import Run
@@ -39,6 +39,12 @@ _MODEL_SETTINGS = ("hf_checkpoint", "ref_checkpoint", "critic_checkpoint", "teac
 # glibc hands large blocks back at once; a training step then spends half its time on page faults.
 _TRAINER_MALLOC = "glibc.malloc.mmap_threshold=8589934592:glibc.malloc.trim_threshold=17179869184"
 _SLACK = 30.0  # seconds: a worker's own limit, which knows more, comes first
+
+
+def check_machine(args: RunConfig) -> None:
+    """Before anything is made. Raises ValueError where the workers would have far too few CPUs."""
+    if not args.in_process:
+        check_cpus(args.ray_address, _cpus_needed(args))
 
 
 def launch(args: RunConfig) -> Run:

@@ -1,5 +1,6 @@
 import os
 import subprocess
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -7,12 +8,20 @@ from pathlib import Path
 import pytest
 import ray
 
-from miles.ray.cluster import Cluster
+from miles.config.run_config import RunConfig
+from miles.ray.cluster import Cluster, check_cpus
+from miles.utils.orchestration_utils import init_orchestration_script
 
 
-def test_far_more_workers_than_cpus_are_refused_before_anything_starts():
+def test_far_more_workers_than_cpus_are_refused_before_anything_is_made(tmp_path, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    data, model = "recipes/tiny/sums.jsonl", "random:tiny"
+    args = RunConfig(hf_checkpoint=model, prompt_data={"sums": data}, run_root=str(tmp_path), num_rollout=1, num_engines=999)
     with pytest.raises(ValueError, match=rf"ask for 1000 and this machine has {os.cpu_count()}.*--num-engines.*--cpus-per-engine"):
-        Cluster(None, 1000.0)
+        init_orchestration_script(args)
+    assert not list(tmp_path.iterdir())
+    check_cpus("10.0.0.1:6379", 1000.0)  # there may be so many
 
 
 def test_a_ray_that_starts_too_slowly_is_started_again():
