@@ -186,10 +186,9 @@ def diagnose(model: StepModel, args: RunConfig, cores: int) -> Diagnosis:
     """Example sentence: bound by generation: 2.3x training; one more engine would give up to 1.8x. `cores`: of the host."""
     bound = model.bound
     own = float(getattr(model, bound))
-    if bound in ("generation", "reward", "data", "queue"):
-        against = f"{own / model.training:.1f}x training" if model.training else f"{own:.2g} s a step"
-    elif bound == "training":
-        against = f"{own / model.rollout:.1f}x generation and reward" if model.rollout else f"{own:.2g} s a step"
+    other = {"training": (model.rollout, "generation and reward")}.get(bound, (model.training, "training"))
+    if bound in ("generation", "reward", "data", "queue", "training") and own >= other[0]:
+        against = f"{own / other[0]:.1f}x {other[1]}" if other[0] else f"{own:.2g} s a step"
     else:
         against = f"{own / model.seconds:.0%} of a step"
     best = max(changes(model, args, cores), key=lambda change: model.seconds / max(change.model.seconds, 1e-9), default=None)

@@ -65,6 +65,8 @@ def test_it_knows_a_producer_that_never_stops(make_settings, write, train):
             "bound by publish: 73% of a step; --update-weights-interval 2 would give up to 1.6x",
         ),
         (Simulated(write=2.0, train=2.0, engines=1), "bound by generation: 1.0x training; no single change gives much"),
+        # less than training, and more than it together with the rewards
+        (Simulated(write=1.8, train=2.0, score=1.0), "bound by generation: 64% of a step; one more engine would give up to 1.4x"),
     ],
 )
 def test_what_it_says(make_settings, run, sentence):
