@@ -24,7 +24,7 @@ def model_missing(name: str) -> str | None:
         known = name.removeprefix("random:") in RANDOM_MODELS
         return None if known else f"no such random model; there are {', '.join(RANDOM_MODELS)}"
     if path.is_dir():
-        return (None if (path / "config.json").exists() else "no config.json in that directory") or _weights_missing(path)
+        return _weights_missing(path) if (path / "config.json").exists() else "no config.json in that directory"
     first, _, rest = name.partition("/")
     like_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", name) and first not in (".", "..", "models") and not Path(first).is_dir()
     if not like_hub:
@@ -36,19 +36,21 @@ def model_missing(name: str) -> str | None:
 
 def _weights_missing(folder: Path) -> str | None:
     """As far as names, sizes and headers tell."""
-    index, names = folder / "model.safetensors.index.json", [path.name for path in folder.glob("*.safetensors")]
+    index = folder / "model.safetensors.index.json"
+    names = [path.name for path in folder.glob("*.safetensors")]
     try:
         if index.exists():
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         for path in map(folder.joinpath, names):
             if not path.exists():
                 return f"{path.name} is not in that directory, and {index.name} names it"
+            size = path.stat().st_size
             with path.open("rb") as file:
-                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+                header = json.loads(file.read(min(int.from_bytes(file.read(8), "little"), size)))
                 whole = file.tell() + max((entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"), default=0)
-            if path.stat().st_size != whole:
-                return f"{path.name} has {path.stat().st_size} bytes, and {whole} by its header: it was not copied to its end"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, MemoryError) as error:
+            if size != whole:
+                return f"{path.name} has {size} bytes, and {whole} by its header: it was not copied to its end"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"its weights cannot be read: {error!r}"
     return None if names or any(folder.glob("*.bin")) else "no weights in that directory (*.safetensors)"
 

@@ -26,6 +26,7 @@ from pathlib import Path
 
 from miles.config.checkpoint_files import COMPLETE, FileSums, complete, damage, sums
 from miles.config.places import newest_checkpoint
+from miles.config.whole_files import sync_directory, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -115,11 +116,11 @@ class Checkpoints:
         del self._written[rollout_id]
         told = {"rollout_id": rollout_id, "parts": sorted(done), "time": round(time.time(), 3), "files": self._files.pop(rollout_id)}
         self.reached("before_complete", rollout_id)
-        _write(growing / COMPLETE, json.dumps(told, indent=1) + "\n")
+        write_whole(growing / COMPLETE, json.dumps(told, indent=1) + "\n")
         folder = self.folder(rollout_id)
         _replace(folder, growing)
         self.reached("after_complete", rollout_id)
-        _write(self.directory / "latest", folder.name + "\n")
+        write_whole(self.directory / "latest", folder.name + "\n")
         self.last_complete = rollout_id
         self.tell(rollout_id, f"rollout {rollout_id} is saved in {folder}")
         self._prune(rollout_id)
@@ -139,7 +140,7 @@ class Checkpoints:
         else:
             self._scores[rollout_id] = -value if self._best.startswith("-") else value
             self.directory.mkdir(parents=True, exist_ok=True)
-            _write(self.directory / "scores.json", json.dumps(self._scores) + "\n")
+            write_whole(self.directory / "scores.json", json.dumps(self._scores) + "\n")
             self._best_of(complete(self.directory))
 
     def _best_of(self, found: Collection[int]) -> int | None:
@@ -148,7 +149,7 @@ class Checkpoints:
         if not scored:
             return None
         best = max(scored)[1]
-        _write(self.directory / "best", self.folder(best).name + "\n")
+        write_whole(self.directory / "best", self.folder(best).name + "\n")
         return best
 
     def _prune(self, newest_id: int) -> None:
@@ -191,7 +192,7 @@ def _replace(folder: Path, new: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
         folder.rename(old)
     new.rename(folder)
-    _sync(folder.parent)
+    sync_directory(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -233,23 +234,3 @@ def _read_scores(path: Path) -> dict[int, float]:
         return {int(rollout_id): float(value) for rollout_id, value in json.loads(path.read_text(encoding="utf-8")).items()}
     except (OSError, ValueError):
         return {}
-
-
-def _write(path: Path, text: str) -> None:
-    """All of it or nothing, also when the machine stops."""
-    temporary = path.with_name(f".{path.name}.new")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    _sync(path.parent)
-
-
-def _sync(directory: Path) -> None:
-    """What was renamed in it stays renamed."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

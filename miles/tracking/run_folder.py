@@ -28,6 +28,7 @@ from miles.config.checkpoint_files import complete
 from miles.config.places import newest_checkpoint
 from miles.config.resume import changed
 from miles.config.run_config import RunConfig
+from miles.config.whole_files import write_whole
 from miles.tracking import ledger, waits
 
 logger = logging.getLogger(__name__)
@@ -85,18 +86,8 @@ def _prepare(args: RunConfig) -> Path:
         (folder / part).mkdir(parents=True, exist_ok=True)
     for told in (folder / END, folder / "logs" / waits.ASKED, *(folder / "logs").glob(f"*{waits.ENDING}*")):  # of the process before
         told.unlink(missing_ok=True)
-    _write(folder / "config.toml", toml.dump(args))
+    write_whole(folder / "config.toml", toml.dump(args))
     return folder
-
-
-def _write(path: Path, text: str) -> None:
-    """All of it or nothing: a run that loses it cannot be gone on with."""
-    temporary = path.with_name(f".{path.name}.new")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def lock(folder: Path) -> int:
@@ -236,4 +227,4 @@ class Trackers:
 
     def save(self) -> None:
         content = {name: value for name, value in asdict(self).items() if name != "path"}
-        _write(self.path, json.dumps(content) + "\n")
+        write_whole(self.path, json.dumps(content) + "\n")
