@@ -18,9 +18,11 @@ def main(argv: Sequence[str]) -> int:
     path = options.run / "ledger.jsonl"
     lines = list(ledger.read(path))
     if options.group is not None:
-        for line in lines:
-            if line["group_index"] == options.group:
-                print(json.dumps(line))
+        told = [line for line in lines if line["group_index"] == options.group]
+        if not told:
+            last = max((line["group_index"] for line in lines), default=-1)
+            parser.error(f"--group {options.group}: the ledger has no such group; the last one is {last}")
+        print("\n".join(map(json.dumps, told)))
         return 0
     books = ledger.balance(lines)
     books.faults += [f"line {number} is damaged" for number in ledger.damaged(path)]

@@ -1,5 +1,6 @@
 """The `miles` command. Nothing but the chosen sub-command is imported, so help is instant."""
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -44,7 +45,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         guess = get_close_matches(command, COMMANDS, 1, cutoff=0.4)
         print(f"miles: unknown command {command!r}" + (f"; did you mean {guess[0]}?" if guess else "") + f"\n\n{usage()}", file=sys.stderr)
         return 2
-    code: int = load(f"miles.cli.{command.replace('-', '_')}.main")(rest)
+    try:
+        code: int = load(f"miles.cli.{command.replace('-', '_')}.main")(rest)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read the output, such as head, has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit finds somebody
+        return 1
     return code
 
 

@@ -69,6 +69,8 @@ def resolve(argv: Sequence[str], *, preset: Mapping[str, Any] | None = None, che
         problems += file.problems
         values |= file.values
         origins |= dict.fromkeys(file.values, path)
+    if any(file.problems and not file.values for _, file in files):
+        raise SettingsError(problems)  # what such a file would have said is missing now, and need not be told
     for source, origin in ((preset or {}, PRESET), (found.values, "flag")):
         values |= source
         origins |= dict.fromkeys(source, origin)

@@ -84,8 +84,8 @@ class RowsOnDisk(Sequence[PromptRow]):
 class _Keeper:
     """Takes checked rows, encodes them in batches, and keeps those that are short enough."""
 
-    def __init__(self, tokenizer: Any, args: DataSection, lazy: RowsOnDisk | None):
-        self.tokenizer, self.args, self.lazy = tokenizer, args, lazy
+    def __init__(self, path: str, tokenizer: Any, args: DataSection, lazy: RowsOnDisk | None, room: int | None):
+        self.path, self.tokenizer, self.args, self.lazy, self.room = path, tokenizer, args, lazy, room
         self.rows: list[PromptRow] = []
         self.difficulty = array("d")
         self.num_too_long = 0
@@ -105,6 +105,11 @@ class _Keeper:
             if limit is not None and len(ids) > limit:
                 self.num_too_long += 1
                 continue
+            if self.room is not None and len(ids) >= self.room:
+                raise BadRowError(
+                    f"{self.path}, {found.origin}: {len(ids)} tokens leave no room for an answer in --engine-max-context {self.room}; "
+                    f"raise it, or leave such prompts out with --max-prompt-length {self.room - 1} or less"
+                )
             self.lengths = (min(self.lengths[0], len(ids)), max(self.lengths[1], len(ids)))
             self.difficulty.append(difficulty)
             if self.lazy is None:
@@ -115,7 +120,9 @@ class _Keeper:
         self.characters = 0
 
 
-def load_prompts(path: str, tokenizer: Any, args: DataSection, difficulty: str | None = None, *, lazy: bool = False) -> PromptSet:
+def load_prompts(
+    path: str, tokenizer: Any, args: DataSection, difficulty: str | None = None, *, lazy: bool = False, room: int | None = None
+) -> PromptSet:
     """Read a .jsonl, .json or .parquet file or a directory of datasets.save_to_disk.
 
     Every row is checked and rendered here, so that nothing in the data can end a run later. Length is that of the ids
@@ -124,12 +131,13 @@ def load_prompts(path: str, tokenizer: Any, args: DataSection, difficulty: str |
     Args:
         difficulty: the field (of a row or its metadata) with its difficulty, a number.
         lazy: keep only the rows' places.
+        room: tokens of an engine's context, for prompt and answer together.
 
     Raises:
         ValueError: no such file, nothing left in it, or (without skip_bad_rows) file, line, field and reason of the first bad row.
     """
     file = open_rows(path)
-    keeper = _Keeper(tokenizer, args, RowsOnDisk(path, file, tokenizer, args) if lazy else None)
+    keeper = _Keeper(path, tokenizer, args, RowsOnDisk(path, file, tokenizer, args) if lazy else None, room)
     skipped: list[str] = []
     num_skipped = 0
     for found in file:

@@ -52,7 +52,8 @@ def load_source(args: RunConfig, tokenizer: Any) -> DatasetSource:
         ValueError: as load_prompts; a weight so small that its set would never be drawn.
     """
     field = difficulty_field(args)
-    sets = {name: load_prompts(path, tokenizer, args, field, lazy=args.lazy_data) for name, path in args.prompt_data.items()}
+    how: dict[str, Any] = {"lazy": args.lazy_data, "room": args.engine_max_context}
+    sets = {name: load_prompts(path, tokenizer, args, field, **how) for name, path in args.prompt_data.items()}
     sizes = tuple(len(each.rows) for each in sets.values())
     weights = tuple(args.prompt_weights[name] for name in sets) if args.prompt_weights else None
     order = Order(sizes, args.seed, args.shuffle, weights)

@@ -183,6 +183,9 @@ def tell(kind: type[BaseException], error: BaseException, trace: TracebackType |
     if isinstance(error, EndOfRun):
         print(f"miles: {error}", file=sys.stderr, flush=True)
         raise SystemExit(error.exit_code)  # becomes the interpreter's exit code
+    if isinstance(error, KeyboardInterrupt):  # before the run had the signals
+        print("miles: ended by SIGINT", file=sys.stderr, flush=True)
+        raise SystemExit(128 + signal.SIGINT)
     everything = "".join(traceback.format_exception(kind, error, trace))
     from_worker = next((note for note in getattr(error, "__notes__", ()) if note.startswith(WORKER_NOTE)), "")
     bad_input = isinstance(error, ValueError) and _raised_by_the_house(from_worker or everything)

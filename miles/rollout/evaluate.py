@@ -36,7 +36,8 @@ class Evaluator:
 
     def __init__(self, args: RunConfig, context: RolloutContext):
         self.args = args
-        self.sets = {name: load_prompts(path, context.tokenizer, args).rows for name, path in sorted(args.eval_data.items())}
+        room = args.engine_max_context
+        self.sets = {name: load_prompts(path, context.tokenizer, args, room=room).rows for name, path in sorted(args.eval_data.items())}
         self.scorer = RewardScorer(args, args.eval_reward)
         # A whole set is one wave, whose last samples wait for all others: --eval-timeout alone ends it.
         self.context = replace(context, sampling=eval_sampling(args), scorer=self.scorer, group_limit=None, teacher=None)

@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 LONGEST_TEXT = 8000  # of an error
 SUMMARY_EVERY = 10.0  # seconds
+UNIFORM = 3  # rollouts in a row without a difference to learn from, before that is told
+IN_GROUPS = ("grpo", "rloo", "maxrl", "reinforce_plus_plus_baseline")  # estimators that compare answers to one prompt
 
 
 class Tracking:
@@ -45,7 +47,7 @@ class Tracking:
         self._summary_due = 0.0
         self._told = -1  # the last rollout whose line has been shown
         self._to_tell: list[tuple[int, str]] = []
-        self._warned = False
+        self._warned, self._uniform = False, 0
         self.latest: dict[str, float] = {}
         self.steps_per_rollout = args.samples_per_rollout // args.samples_per_step
 
@@ -60,8 +62,15 @@ class Tracking:
         self._warn_without_rewards(values, rollout_id)
 
     def _warn_without_rewards(self, values: Mapping[str, Any], rollout_id: int) -> None:
-        missing = values.get("rollout/unscored", 0)
-        if not missing or "rollout/reward" in values or self.args.advantage_estimator in ("opd", "sft") or self._warned:
+        if "rollout/unscored" not in values or self.args.advantage_estimator in ("opd", "sft") or self._warned:
+            return
+        missing = values["rollout/unscored"]
+        if "rollout/reward" in values:
+            self._uniform = self._uniform + 1 if values.get("rollout/uniform_groups_share") == 1.0 else 0
+            if self._uniform == UNIFORM and self.args.advantage_estimator in IN_GROUPS:
+                self._warned = True
+                told = "in the last %d rollouts all answers to a prompt had equal rewards (on average %g): %s learns nothing from that"
+                logger.warning(told, UNIFORM, values["rollout/reward"], self.args.advantage_estimator)
             return
         self._warned = True
         told = (

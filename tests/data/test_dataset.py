@@ -273,3 +273,14 @@ def test_the_early_look_says_what_loading_would_say(tokenizers, tmp_path):
     assert check_prompts(write(tmp_path / "mixed.jsonl", [{"text": "a"}, {"prompt": "b"}]), skipping) == FirstRows(1, 0, is_all=True)
     with pytest.raises(ValueError, match="no prompts to use; 2 bad rows skipped, the first: "):
         check_prompts(write(tmp_path / "all.jsonl", [{"text": "a"}, {"text": "b"}]), skipping)
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_prompt_that_leaves_no_room_for_an_answer_is_named(tokenizers, tmp_path, lazy):
+    path = write(tmp_path / "d.jsonl", [{"prompt": "2"}, {"prompt": "2 " * 40}])
+    with pytest.raises(
+        ValueError, match=r"d.jsonl, line 2: (\d+) tokens leave no room .* --engine-max-context 30; .*--max-prompt-length 29"
+    ):
+        load_prompts(path, tokenizers(), DataSection(), lazy=lazy, room=30)
+    read = load_prompts(path, tokenizers(), DataSection(max_prompt_length=29), lazy=lazy, room=30)
+    assert (len(read.rows), read.num_too_long) == (1, 1)

@@ -126,3 +126,12 @@ def test_a_rollout_without_any_reward_is_told_once(make, caplog):
         tracking.log({"rollout/unscored": 4.0}, rollout_id)
     (record,) = caplog.records
     assert record.getMessage().startswith("nothing is learned from rollout 1: --reward math could score none of its 4 samples")
+
+
+def test_groups_without_a_difference_are_told_once(make, caplog):
+    tracking.init(make(advantage_estimator="grpo"))
+    for rollout_id, share in enumerate([1.0, 1.0, 0.9, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]):
+        assert bool(caplog.records) == (rollout_id > 5)
+        tracking.log({"rollout/unscored": 0.0, "rollout/reward": 1.0, "rollout/uniform_groups_share": share}, rollout_id)
+    (record,) = caplog.records
+    assert "in the last 3 rollouts all answers to a prompt had equal rewards (on average 1): grpo learns nothing" in record.getMessage()
