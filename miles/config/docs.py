@@ -32,7 +32,8 @@ directory. `config.toml` in the run folder holds the effective settings, each wi
 flags beside it are stronger.
 
 Everything that is wrong is said at once, with exit code 2: unknown names (abbreviations are unknown too) with the nearest known one,
-wrong values, wrong combinations, missing files. What only this kind of run refuses, such as `--colocate` in an asynchronous one, comes after that.
+wrong values, wrong combinations, missing files. What only this kind of run refuses, such as `--colocate` in an
+asynchronous one, comes after that.
 """
 
 
