@@ -103,14 +103,23 @@ def test_an_option_that_the_server_does_not_know_is_refused_with_the_nearest_one
     fields.mkdir(parents=True)
     (tmp_path / "sglang" / "__init__.py").touch()
     (tmp_path / "sglang" / "srt" / "server_args.py").write_text('parser.add_argument(\n    "--tp-size",\n    type=int)\n')
-    (fields / "memory.py").write_text("class Memory:\n    mem_fraction_static: float = 0.9\n")
+    (fields / "memory.py").write_text(
+        "class Memory:\n    mem_fraction_static: A[\n        Optional[float],\n        'share'] = 0.9\n    hybrid: bool = False\n"
+    )
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\ncd {tmp_path} && exec {sys.executable} "$@"\n')
     python.chmod(0o755)
-    check_options(str(python), ["tp_size", "mem_fraction_static"])
+    check_options(str(python), {"tp_size": "2", "mem_fraction_static": 1, "hybrid": True})
+    for name, value, kind in (
+        ("mem_fraction_static", "lots", "a number"),
+        ("mem_fraction_static", True, "a number"),
+        ("hybrid", 1, "true or false"),
+    ):
+        with pytest.raises(ValueError, match=rf"--sglang {name}: SGLang wants {kind}, got {value!r}"):
+            check_options(str(python), {name: value})
     with pytest.raises(ValueError, match=r"--sglang mem_fraction: .* no such option; did you mean mem_fraction_static\?"):
-        check_options(str(python), ["tp_size", "mem_fraction"])
-    check_options(sys.executable, ["no_such_option"])  # another machine may have it
+        check_options(str(python), {"tp_size": 2, "mem_fraction": 0.5})
+    check_options(sys.executable, {"no_such_option": 1})  # another machine may have it
     with pytest.raises(ValueError, match="--sglang no_such_option"):
         check_run(
             RunConfig(engine="sglang", sglang_python=str(python), sglang={"no_such_option": 1}, hf_checkpoint="random:tiny", num_rollout=1)
