@@ -84,11 +84,12 @@ class RowsOnDisk(Sequence[PromptRow]):
 class _Keeper:
     """Takes checked rows, encodes them in batches, and keeps those that are short enough."""
 
-    def __init__(self, path: str, tokenizer: Any, args: DataSection, lazy: RowsOnDisk | None, room: int | None):
-        self.path, self.tokenizer, self.args, self.lazy, self.room = path, tokenizer, args, lazy, room
+    def __init__(self, tokenizer: Any, args: DataSection, lazy: RowsOnDisk | None, room: int | None):
+        self.tokenizer, self.args, self.lazy, self.room = tokenizer, args, lazy, room
         self.rows: list[PromptRow] = []
         self.difficulty = array("d")
-        self.num_too_long = 0
+        self.num_too_long = self.num_no_room = 0
+        self.no_room = ""  # the first of these
         self.lengths: tuple[int, int] = (2**31, 0)
         self.batch: list[tuple[str, PromptRow, Found, float]] = []
         self.characters = 0
@@ -106,10 +107,9 @@ class _Keeper:
                 self.num_too_long += 1
                 continue
             if self.room is not None and len(ids) >= self.room:
-                raise BadRowError(
-                    f"{self.path}, {found.origin}: {len(ids)} tokens leave no room for an answer in --engine-max-context {self.room}; "
-                    f"raise it, or leave such prompts out with --max-prompt-length {self.room - 1} or less"
-                )
+                self.num_no_room += 1
+                self.no_room = self.no_room or f"{found.origin}, {len(ids)} tokens"
+                continue
             self.lengths = (min(self.lengths[0], len(ids)), max(self.lengths[1], len(ids)))
             self.difficulty.append(difficulty)
             if self.lazy is None:
@@ -131,13 +131,13 @@ def load_prompts(
     Args:
         difficulty: the field (of a row or its metadata) with its difficulty, a number.
         lazy: keep only the rows' places.
-        room: tokens of an engine's context, for prompt and answer together.
+        room: tokens of an engine's context, for prompt and answer together. Prompts that leave none for an answer are left out.
 
     Raises:
         ValueError: no such file, nothing left in it, or (without skip_bad_rows) file, line, field and reason of the first bad row.
     """
     file = open_rows(path)
-    keeper = _Keeper(path, tokenizer, args, RowsOnDisk(path, file, tokenizer, args) if lazy else None, room)
+    keeper = _Keeper(tokenizer, args, RowsOnDisk(path, file, tokenizer, args) if lazy else None, room)
     skipped: list[str] = []
     num_skipped = 0
     for found in file:
@@ -239,8 +239,14 @@ def _report(path: str, kept: int, num_skipped: int, skipped: list[str], keeper: 
         logger.warning("%s: skipped %d bad rows; the first: %s", path, num_skipped, skipped[0])
     if too_long:
         logger.warning("%s: dropped %d prompts longer than max_prompt_length %s", path, too_long, longest)
+    no_room = ""
+    if keeper.num_no_room:
+        no_room = f"dropped {keeper.num_no_room} prompts that leave no room for an answer in --engine-max-context {keeper.room} "
+        no_room += f"(the first: {keeper.no_room}); raise it, or say --max-prompt-length"
+        logger.warning("%s: %s", path, no_room)
     if not kept:
         dropped = f"; {too_long} dropped as longer than --max-prompt-length {longest}" if too_long else ""
+        dropped += f"; {no_room}" if no_room else ""
         raise _nothing(path, num_skipped, "".join(skipped), dropped)
     logger.info("%s: %d prompts, %d to %d tokens", path, kept, *keeper.lengths)
 

@@ -1,5 +1,6 @@
 import json
 import logging
+import re
 
 import datasets
 import numpy as np
@@ -276,11 +277,11 @@ def test_the_early_look_says_what_loading_would_say(tokenizers, tmp_path):
 
 
 @pytest.mark.parametrize("lazy", [False, True])
-def test_a_prompt_that_leaves_no_room_for_an_answer_is_named(tokenizers, tmp_path, lazy):
-    path = write(tmp_path / "d.jsonl", [{"prompt": "2"}, {"prompt": "2 " * 40}])
-    with pytest.raises(
-        ValueError, match=r"d.jsonl, line 2: (\d+) tokens leave no room .* --engine-max-context 30; .*--max-prompt-length 29"
-    ):
-        load_prompts(path, tokenizers(), DataSection(), lazy=lazy, room=30)
-    read = load_prompts(path, tokenizers(), DataSection(max_prompt_length=29), lazy=lazy, room=30)
-    assert (len(read.rows), read.num_too_long) == (1, 1)
+def test_prompts_that_leave_no_room_for_an_answer_are_left_out_and_told(tokenizers, tmp_path, caplog, lazy):
+    path = write(tmp_path / "d.jsonl", [{"prompt": "2"}, {"prompt": "2 " * 40}, {"prompt": "2 " * 50}])
+    read = load_prompts(path, tokenizers(), DataSection(), lazy=lazy, room=30)
+    assert [row.origin for row in read.rows] == ["line 1"]
+    told = r"dropped 2 prompts that leave no room for an answer in --engine-max-context 30 \(the first: line 2, \d+ tokens\); raise it"
+    assert re.search(told, caplog.text)
+    with pytest.raises(ValueError, match=r"no prompts to use; dropped 3 prompts .* --engine-max-context 1 "):
+        load_prompts(path, tokenizers(), DataSection(), lazy=lazy, room=1)

@@ -96,13 +96,13 @@ async def test_dispose_in_the_middle_leaves_idle_engines(make_args: MakeArgs, st
 
 
 @pytest.mark.case("C57")
-async def test_an_over_long_prompt_is_dropped(make_args: MakeArgs, start: Start, engines: StartEngines) -> None:
+async def test_a_prompt_that_engines_refuse_is_dropped(make_args: MakeArgs, start: Start, engines: StartEngines) -> None:
     rows = [{"prompt": "word " * 400 if number == 1 else f"{number} and 1", "label": "1"} for number in range(6)]
     args = make_args(
-        rows, rollout_batch_size=2, n_samples_per_prompt=2, max_response_length=4, engine_max_context=96, device="cpu", num_rollout=2,
+        rows, rollout_batch_size=2, n_samples_per_prompt=2, max_response_length=4, engine_max_context=2048, device="cpu", num_rollout=2,
         reward="last_number", reward_workers=0,
     )  # fmt: skip
-    executor = await start(args, *await engines(args), version=0)
+    executor = await start(args, *await engines(args.model_copy(update={"engine_max_context": 96})), version=0)
     ref = await asyncio.wait_for(executor.get(0), 60)
     assert ref.group_indices == [0, 2]
     assert ref.metrics["rollout/groups_dropped/refused"] == 1
