@@ -41,7 +41,7 @@ class PromptSet:
     path: str
     rows: Sequence[PromptRow]
     num_skipped: int = 0  # could not be read (skip_bad_rows)
-    num_too_long: int = 0  # longer than max_prompt_length
+    num_too_long: int = 0  # longer than max_prompt_length, or without room for an answer
     difficulty: Sequence[float] | None = None  # [rows] of the curriculum's field
 
 
@@ -157,7 +157,7 @@ def load_prompts(
     _report(path, len(rows), num_skipped, skipped, keeper)
     if keeper.lazy is not None:
         rows[0]  # a format that cannot be read row by row says so now
-    return PromptSet(path, rows, num_skipped, keeper.num_too_long, None if difficulty is None else keeper.difficulty)
+    return PromptSet(path, rows, num_skipped, keeper.num_too_long + keeper.num_no_room, None if difficulty is None else keeper.difficulty)
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,8 @@ class Tracking:
         self._summary_due = 0.0
         self._told = -1  # the last rollout whose line has been shown
         self._to_tell: list[tuple[int, str]] = []
-        self._warned, self._uniform = False, 0
+        self._warned = self._left_out = False
+        self._uniform = 0
         self.latest: dict[str, float] = {}
         self.steps_per_rollout = args.samples_per_rollout // args.samples_per_step
 
@@ -60,6 +61,9 @@ class Tracking:
         self.sinks.log(values, rollout_id, step)
         self.console.update(values, rollout_id, step)
         self._warn_without_rewards(values, rollout_id)
+        if (left_out := values.get("rollout/prompts_left_out")) and not self._left_out:
+            self._left_out = True
+            logger.warning("%d prompts of the data are left out; %s says why", left_out, self.folder / "logs" / "executor.log")
 
     def _warn_without_rewards(self, values: Mapping[str, Any], rollout_id: int) -> None:
         if "rollout/unscored" not in values or self.args.advantage_estimator in ("opd", "sft") or self._warned:

@@ -135,3 +135,11 @@ def test_groups_without_a_difference_are_told_once(make, caplog):
         tracking.log({"rollout/unscored": 0.0, "rollout/reward": 1.0, "rollout/uniform_groups_share": share}, rollout_id)
     (record,) = caplog.records
     assert "in the last 3 rollouts all answers to a prompt had equal rewards (on average 1): grpo learns nothing" in record.getMessage()
+
+
+def test_prompts_that_are_left_out_are_told_once(make, caplog):
+    tracking.init(make())
+    for rollout_id in range(3):
+        tracking.log({"rollout/prompts_left_out": 2.0}, rollout_id)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("2 prompts of the data are left out; ")
