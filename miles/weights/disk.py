@@ -16,6 +16,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from miles.config.whole_files import sync_directory
 from miles.types import PublishPlan
 
 PREFIX = "miles-weights-"
@@ -60,7 +61,7 @@ class Sender:
             file.flush()
             os.fsync(file.fileno())
         aside.rename(path)
-        _sync_folder(self._folder)
+        sync_directory(self._folder)
 
     def close(self) -> None:
         """The files go: a publish is received when it ends, or never."""
@@ -136,11 +137,3 @@ def _opened(path: Path, patience: float) -> IO[bytes]:
 
 def _file_name(index: int) -> str:
     return f"bucket-{index:05d}.bin"
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,6 +1,7 @@
 """The miles command, as a user types it."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -128,6 +129,9 @@ def test_ledger(run, capsys):
     assert "timeout" in text
     assert "groups 2, 3" in text
     assert "the books balance" in text
+    with pytest.raises(SystemExit):
+        main(["ledger", "first", "--group", "99"])
+    assert "--group 99: the ledger has no such group; the last one is " in capsys.readouterr().err
     assert main(["ledger", "first", "--group", "1"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 2
     path.write_text(path.read_text() + json.dumps(notes[-1]) + "\n")
@@ -145,3 +149,13 @@ def test_settings_doc(tmp_path, capsys):
     assert main(["settings-doc", "--check", "--out", str(page)]) == 0
     page.write_text("old")
     assert main(["settings-doc", "--check", "--out", str(page)]) == 1
+
+
+def test_whoever_reads_the_output_may_go_away(run):
+    """As `head` does. Nothing of it is told, and the exit code says that not all was read."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "miles.cli.main", "show", "first"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, timeout=60, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, b"")

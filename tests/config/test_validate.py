@@ -6,6 +6,7 @@ import math
 import pytest
 
 from miles.config.algorithm_rules import max_weight_lag, validate_async_off_policy_correction
+from miles.config.cli import SettingsError, resolve
 from miles.config.places import newest_checkpoint
 from miles.config.run_config import RunConfig
 from miles.config.validate import validate, warnings_of
@@ -314,3 +315,10 @@ def test_a_checkpoint_of_other_adapters_is_refused_before_anything_starts(run, r
     (folder / "COMPLETE").write_text('{"files": {}}')
     flags = ["--load", str(tmp_path), *flags]
     assert said in refusal(*flags) if said else run(*flags).lora_rank == 4
+
+
+@pytest.mark.parametrize(("flag", "reason"), [("--resume", "no run of that name"), ("--config", "No such file")])
+def test_a_file_that_is_not_there_is_one_problem(flag, reason):
+    """What it would have said is missing too, and is not told."""
+    with pytest.raises(SettingsError, match=rf"^1 problem in the settings:\n  {flag} nosuch.*{reason}.*$"):
+        resolve([flag, "nosuch.toml"])

@@ -187,3 +187,10 @@ def test_a_fault_of_the_house_keeps_its_traceback(capsys):
     text = told(from_worker(KeyError("lost"), HOUSE / "data" / "dataset.py"), capsys)
     assert "dataset.py" in text
     assert text.rstrip().endswith("KeyError: 'lost'")
+
+
+def test_an_interrupt_before_the_run_has_the_signals_is_one_line(capsys):
+    caught = KeyboardInterrupt()
+    with pytest.raises(SystemExit) as end:
+        tell(KeyboardInterrupt, caught, None)
+    assert (end.value.code, capsys.readouterr().err) == (130, "miles: ended by SIGINT\n")
